@@ -1,0 +1,1 @@
+"""The inference engine: experts in a bounded cache, drafting, verification."""

@@ -1,0 +1,1 @@
+"""What a checkpoint holds, expert formats, the store and its preparation."""

@@ -1,0 +1,306 @@
+"""What the app asks of the engine process, and what the engine tells it.
+
+Frozen, plain values: strings, numbers, enums, tuples, and dataclasses of those, so
+that `mira_engine.wire` can send each as one line of JSON. `PROTOCOL_VERSION` changes
+when a field's meaning does; both ends compare it before anything else is said.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .config import EngineConfig, SamplingConfig
+from .types import FinishReason, Precision
+
+PROTOCOL_VERSION = 1
+
+# -- values inside requests and events ---------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatMessage:
+    """One message of a chat; `role` is `system`, `user` or `assistant`."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """Planned device memory in bytes, and the slots that follow from it.
+
+    Attributes:
+        non_expert_bytes: Attention, norms, routers, shared experts, embeddings.
+        kv_bytes: KV cache at the full context.
+        workspace_bytes: The largest prefill chunk's temporaries.
+        budget_bytes: What experts may hold: `draft_bytes` and the slots.
+        draft_bytes: The resident INT4 draft, 0 without one.
+        slot_bytes: One slot.
+        num_slots: Slots for target records.
+        reference_bytes: All routed experts in INT8, which percentages refer to.
+        num_experts: Routed experts of the model, over all layers.
+        num_draft_tokens: K in force.
+    """
+
+    non_expert_bytes: int
+    kv_bytes: int
+    workspace_bytes: int
+    budget_bytes: int
+    draft_bytes: int
+    slot_bytes: int
+    num_slots: int
+    reference_bytes: int
+    num_experts: int
+    num_draft_tokens: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Everything the engine may hold on the device."""
+        return self.non_expert_bytes + self.kv_bytes + self.workspace_bytes + self.budget_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplyStats:
+    """Figures of one reply, so far or at its end. Every panel and `--json` reads these.
+
+    Attributes:
+        num_prompt_tokens: Tokens of the rendered chat.
+        num_cached_tokens: Of those, taken from the KV cache.
+        num_new_tokens: Tokens generated.
+        ttft_s: Seconds from the request to the first token.
+        decode_s: Seconds from the first token to the last.
+        num_hits: Routed tokens (token x expert) after prefill served by a resident expert.
+        num_misses: Routed tokens after prefill whose expert had to be fetched.
+        num_prefetch_hits: Of the hits, by an expert that a prefetch brought.
+        num_records_loaded: Records moved to the device after prefill.
+        num_records_prefetched: Of those, submitted before they were needed.
+        bytes_moved: Bytes of those records.
+        prefill_bytes_moved: Bytes of records moved during prefill.
+        stall_s: Seconds after prefill in which compute waited for a record.
+        draft_s: Seconds spent drafting.
+        verify_s: Seconds spent in target passes after prefill, stalls included.
+        num_drafted: Draft tokens proposed.
+        num_accepted: Draft tokens accepted.
+        num_rounds: Draft and verify rounds.
+        expert_peak_bytes: Most device bytes held for experts.
+        peak_memory_bytes: Most memory of the process above what it held before loading.
+        planned_memory_bytes: What the plan allows for that.
+    """
+
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_new_tokens: int = 0
+    ttft_s: float = 0.0
+    decode_s: float = 0.0
+    num_hits: int = 0
+    num_misses: int = 0
+    num_prefetch_hits: int = 0
+    num_records_loaded: int = 0
+    num_records_prefetched: int = 0
+    bytes_moved: int = 0
+    prefill_bytes_moved: int = 0
+    stall_s: float = 0.0
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    num_rounds: int = 0
+    expert_peak_bytes: int = 0
+    peak_memory_bytes: int = 0
+    planned_memory_bytes: int = 0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Decode rate, the first token left out; 0 before the second token."""
+        if self.num_new_tokens < 2 or self.decode_s <= 0:
+            return 0.0
+        return (self.num_new_tokens - 1) / self.decode_s
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of routed tokens served by a resident expert."""
+        total = self.num_hits + self.num_misses
+        return self.num_hits / total if total else 0.0
+
+    @property
+    def stall_ms_per_token(self) -> float:
+        """Milliseconds of waiting for records per generated token."""
+        return 1e3 * self.stall_s / self.num_new_tokens if self.num_new_tokens else 0.0
+
+    @property
+    def accepted_per_round(self) -> float:
+        """Mean accepted draft tokens per round, the bonus token not counted."""
+        return self.num_accepted / self.num_rounds if self.num_rounds else 0.0
+
+
+# -- requests: app -> engine --------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrepareModel:
+    """Make a model ready to load: fetch, check, convert. Resumes what was begun."""
+
+    request_id: str
+    model: str
+    precision: Precision = Precision.NESTED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadModel:
+    """Load a prepared model, in place of the one loaded before."""
+
+    request_id: str
+    model: str
+    config: EngineConfig = field(default_factory=EngineConfig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generate:
+    """Answer a chat with the loaded model."""
+
+    request_id: str
+    messages: tuple[ChatMessage, ...]
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancel:
+    """Stop the request with this id; it ends with `GenerationDone` or `RequestFailed`."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shutdown:
+    """Finish and exit."""
+
+
+Request = PrepareModel | LoadModel | Generate | Cancel | Shutdown
+
+# -- events: engine -> app ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineReady:
+    """First event of a new engine process."""
+
+    protocol_version: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    """Sent every second by a thread of its own, also while the engine computes."""
+
+    uptime_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notice:
+    """A fallback or a fact that the user must be able to see.
+
+    `code` is stable and short, for example `no-direct-io`, `speculation-off`.
+    """
+
+    code: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrepareProgress:
+    """Progress of one step of preparation.
+
+    Attributes:
+        step: `download`, `check`, `convert`, `write`, ... for people.
+        done: Units finished of `total`; `total` 0 means unknown.
+        unit: `bytes`, `layers`, `files`.
+    """
+
+    request_id: str
+    step: str
+    done: int
+    total: int
+    unit: str
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrepareDone:
+    """The model can be loaded in that precision."""
+
+    request_id: str
+    model: str
+    precision: Precision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelLoaded:
+    """The model answers from now on."""
+
+    request_id: str
+    model: str
+    title: str
+    context_length: int
+    plan: MemoryPlan
+    load_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptProgress:
+    """Prompt tokens read so far."""
+
+    request_id: str
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenDelta:
+    """New text of a reply. Whitespace counts; never half a character."""
+
+    request_id: str
+    text: str
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatsSample:
+    """Figures of the running reply, at most four times a second."""
+
+    request_id: str
+    stats: ReplyStats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationDone:
+    """The reply ended; `text` is all of it."""
+
+    request_id: str
+    text: str
+    reason: FinishReason
+    stats: ReplyStats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestFailed:
+    """A request ended with an error of `mira_engine.errors`."""
+
+    request_id: str
+    code: str
+    message: str
+    hint: str = ""
+
+
+Event = (
+    EngineReady
+    | Heartbeat
+    | Notice
+    | PrepareProgress
+    | PrepareDone
+    | ModelLoaded
+    | PromptProgress
+    | TokenDelta
+    | StatsSample
+    | GenerationDone
+    | RequestFailed
+)

@@ -1,0 +1,1 @@
+"""transformers without its experts: loading, KV state, sampling, chat."""

@@ -1,0 +1,1 @@
+"""Decisions. Pure: no torch, clock, randomness, threads, files or logging."""

@@ -1,0 +1,1 @@
+"""Effects: slots, transfers, disk readers, expert executor, draft, verification."""

@@ -1,0 +1,134 @@
+"""The engine's vocabulary: ids, enums and shapes that every part shares.
+
+Owns names only; knows no tensor library, no file and no clock. Imported by every
+floor of the engine and, through `mira_engine.api`, by the app.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import NamedTuple
+
+RECORD_ALIGNMENT = 4096
+"""Bytes. Record sizes and offsets are multiples of it, so that O_DIRECT can move them."""
+
+INT4_GROUP_SIZES = (128, 64, 32)
+"""Candidate quantisation group sizes along the input dimension, preferred first."""
+
+
+class ExpertId(NamedTuple):
+    """One routed expert: `layer` counts the MoE layers from 0, `expert` the experts in it."""
+
+    layer: int
+    expert: int
+
+
+class Precision(enum.StrEnum):
+    """Expert format of the target model; `INT4` is the draft's, or the compact target."""
+
+    BF16 = "bf16"
+    FLOAT32 = "float32"
+    INT8 = "int8"
+    INT4 = "int4"
+    NESTED = "nested"
+
+
+class ComputeDtype(enum.StrEnum):
+    """Arithmetic of everything that is not stored quantised."""
+
+    BFLOAT16 = "bfloat16"
+    FLOAT32 = "float32"
+
+
+class Plane(enum.StrEnum):
+    """A part of an expert that moves by itself."""
+
+    WHOLE = "whole"
+    HI = "hi"
+    LO = "lo"
+
+
+class Tier(enum.StrEnum):
+    """Where a record is."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
+
+class Region(enum.StrEnum):
+    """Label on a device slot."""
+
+    HOT = "hot"
+    STAGE = "stage"
+
+
+class ServedBy(enum.StrEnum):
+    """What served a routed token: a resident expert by its region, or a fetch on demand."""
+
+    HOT = "hot"
+    STAGE = "stage"
+    MISS = "miss"
+
+
+class Phase(enum.StrEnum):
+    """What the model is doing; selects what the experts function does."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    DRAFT = "draft"
+    VERIFY = "verify"
+
+
+class FinishReason(enum.StrEnum):
+    """Why a reply ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    CONTEXT = "context"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertShape:
+    """Dimensions and structure of every routed expert of a model.
+
+    Attributes:
+        hidden_size: C, the width of an expert's input and output.
+        intermediate_size: R, the width between its two matrices.
+        has_gate: Whether the first matrix is `gate_up_proj` [2R, C], else `up_proj` [R, C].
+        has_bias: Whether both matrices have a bias.
+        is_interleaved: Whether rows 2r and 2r+1 of the first matrix belong to unit r
+            (gpt_oss), instead of rows r and R + r.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    has_gate: bool = True
+    has_bias: bool = False
+    is_interleaved: bool = False
+
+    @property
+    def up_rows(self) -> int:
+        """Rows of the first matrix: 2R with a gate, else R."""
+        return self.intermediate_size * (2 if self.has_gate else 1)
+
+    @property
+    def num_weights(self) -> int:
+        """Matrix entries of one expert, biases left out."""
+        return (self.up_rows + self.intermediate_size) * self.hidden_size
+
+    @property
+    def int4_group_size(self) -> int | None:
+        """Largest group that divides both input dimensions, `None` where none does."""
+        for group in INT4_GROUP_SIZES:
+            if self.hidden_size % group == 0 and self.intermediate_size % group == 0:
+                return group
+        return None
+
+
+def align_up(num_bytes: int, alignment: int = RECORD_ALIGNMENT) -> int:
+    """Rounds `num_bytes` up to a multiple of `alignment`."""
+    return -(-num_bytes // alignment) * alignment

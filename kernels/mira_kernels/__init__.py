@@ -1,0 +1,1 @@
+"""Expert arithmetic: reference, CPU kernels, dispatch by capability."""
