@@ -156,30 +156,49 @@ def test_nothing_of_ours_is_imported_as_kernels(repository, tmp_path):
     assert not origin.startswith(str(repository))
 
 
+ASK_TRANSFORMERS = "from transformers.utils import is_kernels_available as f; print(f())"
+
+
 @pytest.mark.skipif(
-    importlib.util.find_spec("kernels") is not None
-    and importlib.util.find_spec("kernels").origin is not None,
+    any(importlib.metadata.distributions(name="kernels")),
     reason="Hugging Face's kernels is really installed",
 )
-def test_transformers_does_not_take_our_folder_for_kernels(repository):
+def test_transformers_does_not_take_our_folder_for_kernels(repository, copied_tree, tmp_path):
     """Also in the worst place to start from: the folder that holds one called kernels."""
-    code = "from transformers.utils import is_kernels_available as f; print(f())"
     path = os.pathsep.join([str(repository), source_path(repository)])
-    assert run_python(code, cwd=repository, path=path) == "False"
+    assert run_python(ASK_TRANSFORMERS, cwd=repository, path=path) == "False"
+
+    tree = tmp_path / "tree"
+    shutil.copytree(copied_tree, tree)
+    (tree / "kernels/__init__.py").write_text("__version__ = '0.18.5'")
+    assert run_python(ASK_TRANSFORMERS, cwd=tree, path=str(tree)) == "True"
 
 
 # -- cold start ---------------------------------------------------------------------------
+
+HEAVY = {"torch", "transformers", "triton", "accelerate", "numpy", "safetensors"}
+
+
+def heavy_modules_loaded_by(module: str, *, cwd: Path, path: str) -> set[str]:
+    code = f"import {module}, sys, json; print(json.dumps(sorted(sys.modules)))"
+    loaded = set(json.loads(run_python(code, cwd=cwd, path=path)))
+    assert module in loaded
+    return loaded & HEAVY
 
 
 @pytest.mark.skipif(
     importlib.util.find_spec("mira_app.tui.app") is None, reason="no terminal interface yet"
 )
-@pytest.mark.parametrize("module", ["mira_app.cli", "mira_app.tui.app"])
+@pytest.mark.parametrize("module", ["mira_app.cli", "mira_app.tui.app", "mira_engine.api"])
 def test_start_of_app_loads_no_torch(module, repository):
-    code = f"import {module}, sys, json; print(json.dumps(sorted(sys.modules)))"
-    loaded = set(json.loads(run_python(code, cwd=repository, path=source_path(repository))))
-    assert module in loaded
-    assert not loaded & {"torch", "transformers", "triton", "accelerate", "numpy", "safetensors"}
+    path = source_path(repository)
+    assert not heavy_modules_loaded_by(module, cwd=repository, path=path)
+
+
+def test_start_that_loads_torch_on_a_detour_is_seen(tmp_path):
+    (tmp_path / "start.py").write_text("import detour")
+    (tmp_path / "detour.py").write_text("import torch")
+    assert "torch" in heavy_modules_loaded_by("start", cwd=tmp_path, path=str(tmp_path))
 
 
 # -- what is shipped ----------------------------------------------------------------------
@@ -188,6 +207,9 @@ def test_start_of_app_loads_no_torch(module, repository):
 def test_wheel_holds_packages_and_their_files(copied_tree, tmp_path):
     tree = tmp_path / "tree"
     shutil.copytree(copied_tree, tree)
+    planted = tree / "app/mira_app/tui/planted/deep/planted.tcss"
+    planted.parent.mkdir(parents=True)
+    planted.touch()
     subprocess.run(
         [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation",
          "--no-index", "--wheel-dir", tmp_path, tree],
