@@ -70,10 +70,22 @@ class StateManager:
         if not self.cache.is_croppable:
             if num_tokens:
                 raise RuntimeError("this cache cannot be rolled back")
+            self._stop_recording()
             return
         self.cache.crop(-num_tokens)
         if num_tokens:
             del self.tokens[-num_tokens:]
+
+    def _stop_recording(self) -> None:
+        """Stops keeping what a rollback would need, on a cache that has none.
+
+        Recorded convolution states would grow with every token otherwise.
+        """
+        self.cache.crop(0)
+        for layer in self.cache.layers:
+            if hasattr(layer, "record_past"):
+                layer.record_past = False
+        self._is_recording = False
 
     def reuse_prefix(self, prompt: Sequence[int]) -> int:
         """Keeps the longest common prefix of cache and prompt, at most all but one token.

@@ -11,11 +11,10 @@ import logging
 from pathlib import Path
 
 import torch
-import transformers
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from ..checkpoint.experts import expert_modules_of
-from ..errors import CheckpointError, UnsupportedModelError
+from ..checkpoint.experts import expert_modules_of, load_config, model_class
+from ..errors import CheckpointError
 from ..types import ComputeDtype
 from . import experts
 
@@ -39,23 +38,6 @@ def without_experts(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]
     return type(model_class.__name__, (model_class,), body)
 
 
-def model_class_of(config: transformers.PretrainedConfig) -> type[PreTrainedModel]:
-    """Returns the class that the config names.
-
-    Raises:
-        UnsupportedModelError: It names none that transformers has.
-    """
-    for name in config.architectures or []:
-        found = getattr(transformers, name, None)
-        if found is not None:
-            return found
-    raise UnsupportedModelError(
-        f"The model's architecture {config.architectures} is not known to transformers "
-        f"{transformers.__version__}.",
-        hint="Choose another model, or a newer version of this program.",
-    )
-
-
 def load_backbone(
     folder: Path, dtype: ComputeDtype, *, attention: str = "sdpa"
 ) -> PreTrainedModel:
@@ -71,8 +53,8 @@ def load_backbone(
         UnsupportedModelError: The architecture is not known.
     """
     experts.register()
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    stripped = without_experts(model_class_of(config))
+    config = load_config(folder)
+    stripped = without_experts(model_class(config))
     logger = logging.getLogger("transformers.modeling_utils")
     level = logger.level
     logger.setLevel(logging.ERROR)
