@@ -15,8 +15,6 @@ GGUF, each shard. The same input gives the same bytes.
 from __future__ import annotations
 
 import importlib.resources
-import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,12 +22,13 @@ import gguf
 import numpy as np
 import safetensors.torch
 import torch
+from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, Qwen2MoeConfig
 
 from ..errors import CheckpointError
 from .progress import Progress
 from .shards import INDEX_FILE
-from .writing import PARTIAL_SUFFIX, TensorFileWriter, TensorSpec, file_sha256, write_json
+from .writing import TensorFileWriter, TensorSpec, file_sha256, write_json
 
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_BYTES = 98_362_432
@@ -191,7 +190,11 @@ def _shard_specs(shard: int) -> dict[str, TensorSpec]:
 
 
 def _layers_of(shard: int) -> range:
-    return range(0) if shard == 0 else range((shard - 1) * _LAYERS_PER_SHARD, shard * _LAYERS_PER_SHARD)
+    return (
+        range(0)
+        if shard == 0
+        else range((shard - 1) * _LAYERS_PER_SHARD, shard * _LAYERS_PER_SHARD)
+    )
 
 
 def _layer_shapes() -> dict[str, tuple[int, ...]]:
@@ -273,4 +276,11 @@ def _write_small_files(source: Path, folder: Path) -> None:
 
 def read_tokenizer(source: Path) -> PreTrainedTokenizerBase:
     """Reads tokenizer and chat template out of the GGUF file; needs no network."""
-    return AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    # The file only names its way to split text ("smollm": every digit by itself, then
+    # GPT-2's rule); transformers' reader sets up the second half.
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
+    )
+    tokenizer.model_max_length = CONTEXT_LENGTH
+    return tokenizer

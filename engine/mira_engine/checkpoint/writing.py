@@ -135,7 +135,10 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def header_bytes(
-    specs: Mapping[str, TensorSpec], *, alignment: int = 8, metadata: Mapping[str, str] | None = None
+    specs: Mapping[str, TensorSpec],
+    *,
+    alignment: int = 8,
+    metadata: Mapping[str, str] | None = None,
 ) -> bytes:
     """Builds a safetensors header, padded so that data starts on `alignment` bytes."""
     header: dict[str, Any] = {"__metadata__": dict(metadata or {"format": "pt"})}
