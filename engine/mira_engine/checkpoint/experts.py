@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
@@ -38,10 +38,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ..errors import CheckpointError, UnknownModelError, UnsupportedModelError
 from ..types import ExpertShape
+from .formats import ExpertTensors
 from .shards import CheckpointShards
-
-if TYPE_CHECKING:
-    from .formats import ExpertTensors
 
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "num_experts")
 _NUM_EXPERTS_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -289,8 +287,6 @@ class CheckpointExperts:
             CheckpointError: A shard cannot be read.
             UnsupportedModelError: The family's mapping gives another shape than the model's.
         """
-        from .formats import ExpertTensors
-
         module = self.modules[layer]
         if not 0 <= expert < module.num_experts:
             raise IndexError(f"layer {layer} has experts 0 to {module.num_experts - 1}")
