@@ -63,7 +63,7 @@ def _bfloat16_linear(x: Tensor, weight: Weight) -> Tensor:
     elif kind is Int4Weight:
         if num_rows <= MAX_ROWS_INT4 and weight.layout is cpu.native_int4_layout():
             return cpu.int4_linear(x.contiguous(), weight)
-    elif kind is Int8Weight and num_rows <= MAX_ROWS_INT8:
+    elif kind is Int8Weight and 0 < num_rows <= MAX_ROWS_INT8:
         return cpu.int8_linear(x.contiguous(), weight)
     return cpu.unpacked_linear(x, weight)
 
