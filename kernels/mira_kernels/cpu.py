@@ -151,16 +151,16 @@ def unpack(weight: Int4Weight | NestedWeight, dtype: torch.dtype) -> Tensor:
         half = layout.block_rows // 2
         halves = codes.view(-1, 2, num_inputs, half)
         _unpack_bytes(weight, halves[:, 0], halves[:, 1])
-        blocks = matrix.view(num_inputs, -1, 2, half).permute(1, 2, 0, 3)
-        blocks.copy_(halves.view(torch.int8))
-        scales = _scales(weight, dtype, hi.scales[:, :, 0])
-        matrix.view(-1, group, num_outputs).mul_(scales[:, None, :])
+        blocks = matrix.view(-1, group, num_outputs // half, half).permute(2, 0, 1, 3)
+        scales = _scales(weight, dtype, hi.scales[:, :, 0].view(-1, num_outputs // half, half))
+        grouped = halves.view(torch.int8).view(blocks.shape)
+        torch.mul(grouped, scales.transpose(0, 1)[:, :, None], out=blocks)
         return matrix.view(num_inputs, num_outputs).t()
     pairs = codes.view(num_outputs, -1, 2)
     _unpack_bytes(weight, pairs[:, :, 0], pairs[:, :, 1])
-    matrix.copy_(codes.view(torch.int8))
+    grouped = codes.view(torch.int8).view(num_outputs, -1, group)
     scales = _scales(weight, dtype, hi.scales)
-    matrix.view(num_outputs, -1, group).mul_(scales[:, :, None])
+    torch.mul(grouped, scales[:, :, None], out=matrix.view(grouped.shape))
     return matrix.view(num_outputs, num_inputs)
 
 

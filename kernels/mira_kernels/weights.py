@@ -108,8 +108,8 @@ class NestedWeight:
     """An INT8 matrix as two INT4 planes, codes `16 * hi + lo`.
 
     Attributes:
-        hi: The high plane, whose scales are 16 times those of the codes; a complete INT4
-            matrix of its own.
+        hi: The high plane, codes -7..7 (not -8: joined codes fit a signed byte), whose
+            scales are 16 times those of the codes; a complete INT4 matrix of its own.
         lo: `[N, K / 2]` uint8, the low plane's codes in the same layout. Its scales are
             a sixteenth of `hi.scales`, which is exact, and are stored nowhere.
     """

@@ -7,172 +7,45 @@ float32. Knows no file, slot or model. Pure; any thread.
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
-from mira_kernels import dispatch, packing, reference
+from mira_kernels import dispatch, packing
 from mira_kernels.weights import (
     DenseWeight,
     Int4Layout,
     Int4Weight,
     Int8Weight,
     NestedWeight,
-    Weight,
 )
 from torch import Tensor
 
 from ..errors import FormatError
 from ..types import INT4_GROUP_SIZES, ExpertShape, Plane, Precision
 from . import quantise
-from .records import RecordLayout
+from .expert import (
+    BoundExpert,
+    ExpertFormat,
+    ExpertTensors,
+    LowPlanes,
+    bias_sections,
+    bias_values,
+    check_all_finite,
+)
+from .records import Sections
 
-_Sections = dict[str, tuple[torch.dtype, tuple[int, ...]]]
-_PlaneSections = Mapping[Plane, _Sections]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ExpertTensors:
-    """One expert as its checkpoint has it, both matrices `[out, in]`.
-
-    Attributes:
-        up: `[up_rows, C]`; the rows keep the module's own order, interleaved or not.
-        down: `[C, R]`.
-        up_bias: `[up_rows]` or `None`.
-        down_bias: `[C]` or `None`.
-    """
-
-    up: Tensor
-    down: Tensor
-    up_bias: Tensor | None = None
-    down_bias: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class BoundExpert:
-    """Views on an expert's records that kernels can multiply with."""
-
-    up: Weight
-    down: Weight
-    up_bias: Tensor | None = None
-    down_bias: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LowPlanes:
-    """Views on a nested expert's low record: codes of both matrices, no scales."""
-
-    up: Tensor
-    down: Tensor
-
-
-class ExpertFormat(abc.ABC):
-    """How experts of one shape are stored at one precision.
-
-    Attributes:
-        precision: Which format.
-        shape: Dimensions of the experts.
-        layout: Order in memory, as the manifest names it.
-        group_size: Inputs that share a scale, `None` where scales are not by group.
-        planes: Records of one expert, in storing order.
-        draft_plane: The plane that alone is a complete INT4 expert, or `None`.
-    """
-
-    precision: Precision
-    draft_plane: Plane | None = None
-    group_size: int | None = None
-
-    def __init__(self, shape: ExpertShape, layout: Int4Layout, records: _PlaneSections) -> None:
-        self.shape = shape
-        self._layout = layout
-        self._records = {plane: RecordLayout(sections) for plane, sections in records.items()}
-        self.planes = tuple(self._records)
-
-    @property
-    def layout(self) -> str:
-        """Order in memory, as the manifest names it."""
-        return self._layout.value
-
-    @property
-    def is_native(self) -> bool:
-        """Whether this machine's kernels read the layout; if not, it works but slowly."""
-        return not self._layout.is_packed or dispatch.is_native(self._layout)
-
-    def record_bytes(self, plane: Plane) -> int:
-        """Bytes of one record, a multiple of 4096."""
-        return self._records[plane].record_bytes
-
-    def payload_bytes(self, plane: Plane) -> int:
-        """Bytes of one record without its padding."""
-        return self._records[plane].payload_bytes
-
-    def encode(self, tensors: ExpertTensors) -> dict[Plane, Tensor]:
-        """Quantises and packs one expert.
-
-        Returns:
-            uint8 `[record_bytes]` for each plane.
-
-        Raises:
-            FormatError: The tensors have other shapes than `shape` says, or hold values
-                that the format cannot store.
-        """
-        _check_tensors(tensors, self.shape)
-        values = self._quantise(tensors)
-        return {plane: record.pack(values[plane]) for plane, record in self._records.items()}
-
-    def bind(self, records: Mapping[Plane, Tensor]) -> BoundExpert:
-        """Returns weights that are views on the records; nothing is copied or kept.
-
-        Args:
-            records: uint8 `[record_bytes]` of every plane.
-
-        Raises:
-            FormatError: A plane is missing.
-            StoreError: A record has another size.
-        """
-        for plane, layout in self._records.items():
-            if plane not in records:
-                raise FormatError(f"The {plane} plane of a {self.precision} expert is missing.")
-            layout.check(records[plane])
-        return self._bind(records)
-
-    def bind_draft(self, record: Tensor) -> BoundExpert:
-        """Returns the INT4 expert that the record of `draft_plane` is.
-
-        Raises:
-            FormatError: The format has no such plane.
-            StoreError: The record has another size.
-        """
-        raise FormatError(
-            f"The {self.precision} format holds no INT4 draft.",
-            hint="Prepare the int4 store beside it.",
-        )
-
-    def decode(self, bound: BoundExpert) -> ExpertTensors:
-        """Returns the matrices and biases that the weights stand for, float32, copied."""
-        return ExpertTensors(
-            up=reference.dequantise(bound.up),
-            down=reference.dequantise(bound.down),
-            up_bias=None if bound.up_bias is None else bound.up_bias.to(torch.float32, copy=True),
-            down_bias=(
-                None if bound.down_bias is None else bound.down_bias.to(torch.float32, copy=True)
-            ),
-        )
-
-    @abc.abstractmethod
-    def _quantise(self, tensors: ExpertTensors) -> dict[Plane, dict[str, Tensor]]:
-        """Returns every section of every plane."""
-
-    @abc.abstractmethod
-    def _bind(self, records: Mapping[Plane, Tensor]) -> BoundExpert:
-        """Binds checked records."""
-
-    def _biases(self, plane: Plane, record: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        if not self.shape.has_bias:
-            return None, None
-        layout = self._records[plane]
-        return layout.view(record, "up_bias"), layout.view(record, "down_bias")
+__all__ = [
+    "BoundExpert",
+    "DenseFormat",
+    "ExpertFormat",
+    "ExpertTensors",
+    "Int4Format",
+    "Int8Format",
+    "LowPlanes",
+    "NestedFormat",
+    "int8_reference_bytes",
+    "make_format",
+]
 
 
 class DenseFormat(ExpertFormat):
@@ -181,15 +54,15 @@ class DenseFormat(ExpertFormat):
     def __init__(self, precision: Precision, shape: ExpertShape) -> None:
         self.precision = precision
         self._dtype = torch.bfloat16 if precision is Precision.BF16 else torch.float32
-        sections: _Sections = {
+        sections: Sections = {
             "up": (self._dtype, (shape.up_rows, shape.hidden_size)),
             "down": (self._dtype, (shape.hidden_size, shape.intermediate_size)),
-        } | _bias_sections(shape, self._dtype)
+        } | bias_sections(shape, self._dtype)
         super().__init__(shape, Int4Layout.ROWS, {Plane.WHOLE: sections})
 
     def _quantise(self, tensors: ExpertTensors) -> dict[Plane, dict[str, Tensor]]:
         matrices = {"up": tensors.up.to(self._dtype), "down": tensors.down.to(self._dtype)}
-        return {Plane.WHOLE: matrices | _bias_values(tensors, self._dtype)}
+        return {Plane.WHOLE: matrices | bias_values(tensors, self._dtype)}
 
     def _bind(self, records: Mapping[Plane, Tensor]) -> BoundExpert:
         layout, record = self._records[Plane.WHOLE], records[Plane.WHOLE]
@@ -206,15 +79,15 @@ class Int8Format(ExpertFormat):
     precision = Precision.INT8
 
     def __init__(self, shape: ExpertShape) -> None:
-        sections: _Sections = {
+        sections: Sections = {
             "up": (torch.int8, (shape.up_rows, shape.hidden_size)),
             "down": (torch.int8, (shape.hidden_size, shape.intermediate_size)),
             "scale": (torch.bfloat16, (shape.intermediate_size,)),
-        } | _bias_sections(shape, torch.float32)
+        } | bias_sections(shape, torch.float32)
         super().__init__(shape, Int4Layout.ROWS, {Plane.WHOLE: sections})
 
     def _quantise(self, tensors: ExpertTensors) -> dict[Plane, dict[str, Tensor]]:
-        _check_finite(tensors)
+        check_all_finite(tensors)
         up, down = tensors.up.to(torch.float32), tensors.down.to(torch.float32)
         scale = quantise.shared_unit_scales(self._by_unit(up), down)
         values = {
@@ -222,7 +95,7 @@ class Int8Format(ExpertFormat):
             "down": quantise.int8_codes(down, scale),
             "scale": scale,
         }
-        return {Plane.WHOLE: values | _bias_values(tensors, torch.float32)}
+        return {Plane.WHOLE: values | bias_values(tensors, torch.float32)}
 
     def _bind(self, records: Mapping[Plane, Tensor]) -> BoundExpert:
         layout, record = self._records[Plane.WHOLE], records[Plane.WHOLE]
@@ -260,16 +133,16 @@ class _GroupFormat(ExpertFormat):
             "up": (shape.up_rows, shape.hidden_size),
             "down": (shape.hidden_size, shape.intermediate_size),
         }
-        codes: _Sections = {
+        codes: Sections = {
             name: (torch.uint8, (rows, columns // 2))
             for name, (rows, columns) in self._dims.items()
         }
-        scales: _Sections = {
+        scales: Sections = {
             f"{name}_scales": (torch.bfloat16, packing.scales_shape(layout, *dims, group_size))
             for name, dims in self._dims.items()
         }
         assert self.draft_plane is not None
-        whole = codes | scales | _bias_sections(shape, torch.float32)
+        whole = codes | scales | bias_sections(shape, torch.float32)
         super().__init__(shape, layout, {self.draft_plane: whole} | dict.fromkeys(low, codes))
 
     def _pack(self, codes: Tensor) -> Tensor:
@@ -302,8 +175,8 @@ class Int4Format(_GroupFormat):
         super().__init__(shape, layout, group_size, ())
 
     def _quantise(self, tensors: ExpertTensors) -> dict[Plane, dict[str, Tensor]]:
-        _check_finite(tensors)
-        values = _bias_values(tensors, torch.float32)
+        check_all_finite(tensors)
+        values = bias_values(tensors, torch.float32)
         for name, matrix in (("up", tensors.up), ("down", tensors.down)):
             quantised = quantise.quantise_int4(matrix, self.group_size)
             values[name] = self._pack(quantised.codes)
@@ -324,8 +197,8 @@ class NestedFormat(_GroupFormat):
         super().__init__(shape, layout, group_size, (Plane.LO,))
 
     def _quantise(self, tensors: ExpertTensors) -> dict[Plane, dict[str, Tensor]]:
-        _check_finite(tensors)
-        high, low = _bias_values(tensors, torch.float32), {}
+        check_all_finite(tensors)
+        high, low = bias_values(tensors, torch.float32), {}
         for name, matrix in (("up", tensors.up), ("down", tensors.down)):
             quantised = quantise.quantise_nested(matrix, self.group_size)
             hi, lo = quantise.split_planes(quantised.codes)
@@ -417,34 +290,3 @@ def _int4_layout(shape: ExpertShape, group_size: int, name: str | None) -> Int4L
 
 def _listed(numbers: tuple[int, ...]) -> str:
     return ", ".join(str(number) for number in numbers[:-1]) + f" or {numbers[-1]}"
-
-
-def _bias_sections(shape: ExpertShape, dtype: torch.dtype) -> _Sections:
-    if not shape.has_bias:
-        return {}
-    return {"up_bias": (dtype, (shape.up_rows,)), "down_bias": (dtype, (shape.hidden_size,))}
-
-
-def _bias_values(tensors: ExpertTensors, dtype: torch.dtype) -> dict[str, Tensor]:
-    if tensors.up_bias is None or tensors.down_bias is None:
-        return {}
-    return {"up_bias": tensors.up_bias.to(dtype), "down_bias": tensors.down_bias.to(dtype)}
-
-
-def _check_tensors(tensors: ExpertTensors, shape: ExpertShape) -> None:
-    expected = {
-        "up": (shape.up_rows, shape.hidden_size),
-        "down": (shape.hidden_size, shape.intermediate_size),
-        "up_bias": (shape.up_rows,) if shape.has_bias else None,
-        "down_bias": (shape.hidden_size,) if shape.has_bias else None,
-    }
-    for name, dims in expected.items():
-        given = getattr(tensors, name)
-        found = None if given is None else tuple(given.shape)
-        if found != dims:
-            raise FormatError(f"The expert's {name} should have shape {dims}, but has {found}.")
-
-
-def _check_finite(tensors: ExpertTensors) -> None:
-    quantise.check_finite("first matrix", tensors.up)
-    quantise.check_finite("second matrix", tensors.down)

@@ -15,6 +15,9 @@ from torch import Tensor
 from ..errors import StoreError
 from ..types import align_up
 
+Sections = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+"""Name, dtype and shape of each section of a record, in storing order."""
+
 SECTION_ALIGNMENT = 64
 """Bytes; one cache line, and enough for every vector load."""
 
@@ -27,7 +30,7 @@ class RecordLayout:
         record_bytes: The same, padded to a multiple of 4096.
     """
 
-    def __init__(self, sections: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
+    def __init__(self, sections: Sections) -> None:
         self._sections: dict[str, tuple[int, int, torch.dtype, tuple[int, ...]]] = {}
         end = 0
         for name, (dtype, shape) in sections.items():
