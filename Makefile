@@ -31,7 +31,7 @@ help:
 $(VENV)/.made:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else \
 	    f"Python 3.11 or newer is needed, this is {v.major}.{v.minor}. Try: make PYTHON=python3.12")'
-	$(PYTHON) -m venv --clear $(VENV)
+	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
 # torch first and alone: its version is decided by constraints.txt, not by what wants it.

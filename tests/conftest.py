@@ -30,6 +30,15 @@ SaveTiny = Callable[..., Path]
 """`(family, *, seed=0, dtype=torch.float32, max_shard_size="1GB", tokenizer=False) -> Path`."""
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out the soaks, which run for many minutes, unless `-m` names them."""
+    if "soak" in config.option.markexpr:
+        return
+    soaks = [item for item in items if item.get_closest_marker("soak")]
+    config.hook.pytest_deselected(items=soaks)
+    items[:] = [item for item in items if item not in soaks]
+
+
 @pytest.fixture(scope="session")
 def repository() -> Path:
     """The checkout's top folder."""
