@@ -26,6 +26,7 @@ from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, Qwen2MoeConfig
 
 from ..errors import CheckpointError
+from .files import CHECKPOINT_MARKER
 from .progress import Progress
 from .shards import INDEX_FILE
 from .writing import TensorFileWriter, TensorSpec, file_sha256, write_json
@@ -35,9 +36,6 @@ GGUF_BYTES = 98_362_432
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 CHECKPOINT_BYTES = 1_070_000_000
 """Size of the finished checkpoint, rounded up; for the check of free space."""
-
-MARKER = "checkpoint.json"
-"""Written last: with it the checkpoint is whole."""
 
 NUM_LAYERS, HIDDEN_SIZE, VOCAB_SIZE = 30, 576, 49152
 NUM_HEADS, NUM_KV_HEADS = 9, 3
@@ -83,7 +81,7 @@ def builtin_config() -> Qwen2MoeConfig:
 
 def is_checkpoint_complete(folder: Path) -> bool:
     """Whether the built-in checkpoint is whole."""
-    return (folder / MARKER).exists()
+    return (folder / CHECKPOINT_MARKER).exists()
 
 
 def make_checkpoint(source: Path, folder: Path, progress: Progress) -> None:
@@ -120,7 +118,7 @@ def make_checkpoint(source: Path, folder: Path, progress: Progress) -> None:
     write_json(
         folder / INDEX_FILE, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     )
-    write_json(folder / MARKER, {"source": GGUF_NAME, "sha256": GGUF_SHA256})
+    write_json(folder / CHECKPOINT_MARKER, {"source": GGUF_NAME, "sha256": GGUF_SHA256})
 
 
 def check_gguf(source: Path, progress: Progress) -> None:

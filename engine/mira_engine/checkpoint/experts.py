@@ -106,7 +106,8 @@ def load_config(folder: Path) -> PreTrainedConfig:
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if has_code and _native_class(config) is None:
         raise UnsupportedModelError(
-            f"This {family} checkpoint needs code from its own repository, which is never run here.",
+            f"This {family} checkpoint needs code from its own repository, which is never run "
+            "here.",
             hint="Pick a family that transformers has itself.",
         )
     return config

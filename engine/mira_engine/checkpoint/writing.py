@@ -191,7 +191,11 @@ class TensorFileWriter:
         with disk_errors(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._partial.open("wb", buffering=0)
-        self._write(memoryview(self._header))
+        try:
+            self._write(memoryview(self._header))
+        except PrepareError as error:
+            self.__exit__(type(error), error, None)
+            raise
         return self
 
     def append(self, tensor: torch.Tensor) -> None:
@@ -230,6 +234,9 @@ class TensorFileWriter:
         with disk_errors(self.path):
             try:
                 os.fsync(self._file.fileno())
+            except OSError:
+                self._partial.unlink(missing_ok=True)
+                raise
             finally:
                 self._file.close()
             self._partial.replace(self.path)
