@@ -60,13 +60,11 @@ class Update:
 
     Attributes:
         text: New text of the reply, not yet sanitised.
-        is_reply_over: Whether the reply ended; it is then the conversation's head.
         error: What failed, for the person to see.
         is_stage_new: Whether `stage` is another than before.
     """
 
     text: str = ""
-    is_reply_over: bool = False
     error: MiraError | None = None
     is_stage_new: bool = False
 
@@ -193,22 +191,19 @@ class ChatController:
 
     def poll(self) -> Update:
         """Takes what arrived, moves the state and returns what is new. Never blocks."""
-        text, is_reply_over, error = "", False, None
+        text, error = "", None
         call = self._call
         if call is not None:
             is_done = call.is_done  # read before draining: then nothing can arrive after it
             for event in call.drain():
                 text += self._take(event)
             if is_done and self._call is call:
-                is_reply_over = self.stage is Stage.REPLYING or self._is_reply_pending
                 error = self._finish(call)
         elif self._client.lost is not None and self.stage is not Stage.FAILED:
             error = self._recover(self._client.lost)
         is_stage_new = self.stage is not self._polled_stage
         self._polled_stage = self.stage
-        return Update(
-            text=text, is_reply_over=is_reply_over, error=error, is_stage_new=is_stage_new
-        )
+        return Update(text=text, error=error, is_stage_new=is_stage_new)
 
     @property
     def _is_reply_pending(self) -> bool:

@@ -65,6 +65,8 @@ class MiraApp(App[None]):
         self.set_interval(POLL_INTERVAL_S, self._poll)
 
     async def _poll(self) -> None:
+        if not self.is_running:
+            return  # the screens are being taken down
         update = self.controller.poll()
         was_menu_waiting = self.screen_stack[-1] is self.models_screen
         if self.models_screen.is_mounted:

@@ -49,6 +49,7 @@ class ChatScreen(Screen[None]):
         super().__init__()
         self._controller = controller
         self._reply: ReplyMessage | None = None
+        self._was_recovering = False
 
     def compose(self) -> ComposeResult:
         """Lays out the chat with the panel beside or under it."""
@@ -133,23 +134,21 @@ class ChatScreen(Screen[None]):
         """Shows what a poll brought."""
         if update.text and self._reply is not None:
             await self._reply.write(update.text)
-        if update.is_reply_over:
-            await self._finish_reply()
+        await self._finish_reply()
         if update.error is not None:
             await self.show_problem(update.error)
-        elif update.is_stage_new and self._controller.stage is Stage.READY:
-            if self._was_recovering:
-                await self.messages.add_info("The engine runs again; the model is loaded.")
-        if update.is_stage_new or self._controller.stage is Stage.REPLYING:
+        stage = self._controller.stage
+        if self._was_recovering and stage in (Stage.READY, Stage.REPLYING):
+            await self.messages.add_info("The engine runs again; the model is loaded.")
+        self._was_recovering = stage is Stage.RECOVERING
+        if update.is_stage_new or stage is Stage.REPLYING:
             self._show_state()
-        self._was_recovering = self._controller.stage is Stage.RECOVERING
-
-    _was_recovering = False
 
     async def _finish_reply(self) -> None:
+        """Closes the reply on screen once the controller has it as a finished turn."""
         head, reply = self._controller.conversation.head, self._reply
-        self._reply = None
         if reply is not None and head is not None and head.role is Role.ASSISTANT:
+            self._reply = None
             await reply.finish(head)
 
     async def show_problem(self, error: MiraError) -> None:

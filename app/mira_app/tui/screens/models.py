@@ -64,7 +64,7 @@ class ModelsScreen(Screen[None]):
                 yield Static(id="step")
                 yield ProgressBar(id="bar", show_eta=True)
             yield Static(id="problem")
-        yield Footer()
+        yield Footer(show_command_palette=False)
 
     def on_mount(self) -> None:
         """Names the menu."""
@@ -159,7 +159,7 @@ def _option_content(entry: CatalogEntry, is_loaded: bool) -> Content:
     state = "loaded" if is_loaded else "ready" if entry.is_ready else "not prepared yet"
     return Content.assemble(
         (sanitise(entry.title), "bold"),
-        (f"   {state}", "$text-success" if entry.is_ready else "$text-muted"),
+        (f"   {state}", "$text-success" if entry.is_ready else "$text-warning"),
         "\n",
-        (sanitise(entry.about), "$text-muted"),
+        (sanitise(entry.about), "$foreground 60%"),
     )

@@ -6,7 +6,7 @@ it says is made by pure functions from a `PanelState`; no sign is by colour alon
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mira_engine.api import MemoryPlan, Notice, ReplyStats, format_bytes
 from textual.content import Content
@@ -18,14 +18,14 @@ from mira_app.sanitise import sanitise
 COLUMN_WIDTH = 30
 """Characters of a line of the column."""
 
-_LABEL, _VALUE, _FILLED, _EMPTY = "$text-muted", "bold", "$primary", "$foreground 20%"
+_LABEL, _VALUE, _FILLED, _EMPTY = "$foreground 60%", "bold", "$primary", "$foreground 20%"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PanelState:
     """Everything the panel shows."""
 
-    stats: ReplyStats = ReplyStats()
+    stats: ReplyStats = field(default_factory=ReplyStats)
     plan: MemoryPlan | None = None
     notices: tuple[Notice, ...] = ()
 
