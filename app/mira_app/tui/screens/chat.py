@@ -124,6 +124,12 @@ class ChatScreen(Screen[None]):
         await self.messages.clear()
         self._show_state()
 
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Dims Stop while there is nothing to stop."""
+        del parameters
+        is_busy = self._controller.stage in (Stage.REPLYING, Stage.RECOVERING)
+        return True if action != "stop" or is_busy else None
+
     def action_models(self) -> None:
         """Goes to the menu of models."""
         self.post_message(self.ModelsWanted())
@@ -156,11 +162,14 @@ class ChatScreen(Screen[None]):
         await self.messages.add_info(f"{error.message}\n{error.hint}".strip(), is_error=True)
 
     def _show_state(self) -> None:
+        if not (self.is_mounted and self.app.is_running):
+            return  # not laid out yet, or being taken down
         controller = self._controller
         loaded, stage = controller.loaded, controller.stage
         plan = loaded.plan if loaded is not None else None
         engine = controller.settings.engine
-        title = loaded.title if loaded is not None else "no model"
+        known = loaded or controller.entry
+        title = known.title if known is not None else "no model"
         facts = f"{engine.precision} · {engine.dtype}"
         if loaded is not None:
             facts += f" · context {loaded.context_length}"
@@ -169,6 +178,7 @@ class ChatScreen(Screen[None]):
         )
         words = {Stage.REPLYING: "answering", Stage.RECOVERING: "restarting the engine"}
         self.state_line.update(words.get(stage, stage.value))
+        self.refresh_bindings()
         prompt = controller.prompt_progress
         if self._reply is not None:
             if prompt is not None and not controller.partial:

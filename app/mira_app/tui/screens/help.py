@@ -17,7 +17,7 @@ from mira_app.sanitise import sanitise
 _KEYS = (
     ("Enter", "send"),
     ("Ctrl+J, Shift+Enter", "new line"),
-    ("Esc", "stop what is going on; what arrived is kept"),
+    ("Esc", "stop; what has arrived is kept"),
     ("Ctrl+R", "answer the last question again"),
     ("Ctrl+N", "new chat"),
     ("Ctrl+O", "models"),
@@ -29,7 +29,7 @@ _WORDS = (
     ("hit", "a token's expert was in device memory"),
     ("miss", "it was not, and had to be loaded"),
     ("stalls", "time that computing waited for experts"),
-    ("accepted", "draft tokens per round the model agreed with"),
+    ("accepted", "draft tokens per round that the model confirmed"),
     ("moved", "bytes of experts loaded for this reply"),
     ("peak / plan", "memory held, and what was planned"),
 )

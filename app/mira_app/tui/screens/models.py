@@ -43,7 +43,7 @@ class ModelsScreen(Screen[None]):
     model_list = getters.query_one("#models", OptionList)
     work = getters.query_one("#work", Vertical)
     step = getters.query_one("#step", Static)
-    bar = getters.query_one("#bar", ProgressBar)
+    bar = getters.query_one("#progress", ProgressBar)
     problem = getters.query_one("#problem", Static)
 
     def __init__(self, controller: ChatController) -> None:
@@ -62,7 +62,7 @@ class ModelsScreen(Screen[None]):
             yield OptionList(id="models")
             with Vertical(id="work"):
                 yield Static(id="step")
-                yield ProgressBar(id="bar", show_eta=True)
+                yield ProgressBar(id="progress", show_eta=True)
             yield Static(id="problem")
         yield Footer(show_command_palette=False)
 
