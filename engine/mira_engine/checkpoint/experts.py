@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -103,7 +104,12 @@ def load_config(folder: Path) -> PreTrainedConfig:
             "read so far.",
             hint="Pick the bfloat16 form of the model.",
         )
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (StrictDataclassError, ValueError, TypeError, KeyError, OSError) as error:
+        raise CheckpointError(
+            f"transformers cannot read {path}: {error}", hint="Download it again."
+        ) from error
     if has_code and _native_class(config) is None:
         raise UnsupportedModelError(
             f"This {family} checkpoint needs code from its own repository, which is never run "
