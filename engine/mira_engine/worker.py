@@ -33,6 +33,7 @@ from .events import (
     Heartbeat,
     LoadModel,
     ModelLoaded,
+    Notice,
     PrepareDone,
     PrepareModel,
     PrepareProgress,

@@ -38,7 +38,9 @@ def without_experts(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]
     return type(model_class.__name__, (model_class,), body)
 
 
-def load_backbone(folder: Path, dtype: ComputeDtype, *, attention: str = "sdpa") -> PreTrainedModel:
+def load_backbone(
+    folder: Path, dtype: ComputeDtype, *, attention: str = "sdpa"
+) -> PreTrainedModel:
     """Loads everything but the routed experts, in evaluation mode.
 
     Args:
