@@ -73,6 +73,7 @@ class Engine:
         self.config = config
         self._notify = on_notice
         self._cancelled = threading.Event()
+        self._told: set[str] = set()
         self._probe = MemoryProbe()
         started = time.perf_counter()
         if config.num_threads is not None:
@@ -177,11 +178,14 @@ class Engine:
             is_prefetch_enabled=config.is_prefetch_enabled,
             num_reserved_slots=min(2, self.plan.num_slots - 1),
         )
-        self._was_direct_told = False
-        self._was_rollback_told = False
 
     def _locate(self, expert: ExpertId, plane: Plane) -> tuple[Path, int, int]:
         return self._target.record_location(expert.layer, plane, expert.expert)
+
+    def _tell_once(self, code: str, text: str) -> None:
+        if code not in self._told:
+            self._told.add(code)
+            self._notice(code, text)
 
     def _notice(self, code: str, text: str) -> None:
         self._notify(Notice(code=code, text=text))
@@ -297,14 +301,20 @@ class Engine:
 
     def _read_prompt(self, history: list[int], sampler: Sampler) -> Iterator[tuple[int, int]]:
         """Prefills what is not cached and appends the first new token to `history`."""
-        cached, total = self.executor.meter.num_cached_tokens, len(history)
-        chunk = self.config.prefill_chunk_tokens
+        total, chunk = len(history), self.config.prefill_chunk_tokens
         logits = None
-        for start in range(cached, total, chunk):
-            piece = history[start : start + chunk]
-            logits = self.passes.forward(piece, Phase.PREFILL)
+        while self.state.num_cached < total:
+            start = self.state.num_cached
+            size = self.state.max_pass_tokens(chunk)
+            if size < chunk:
+                self._tell_once(
+                    "prompt-by-token",
+                    f"{self.model.config.model_type} models read what follows the first "
+                    f"{chunk} tokens one token at a time.",
+                )
+            logits = self.passes.forward(history[start : start + size], Phase.PREFILL)
             self.state.rollback(0)
-            yield (start + len(piece), total)
+            yield (self.state.num_cached, total)
         assert logits is not None
         history.append(sampler.draw(history, logits[-1]).token)
 
@@ -312,13 +322,11 @@ class Engine:
         """K in force: the plan's, or 0 where this model's cache cannot be rolled back."""
         k = self.plan.num_draft_tokens
         if k and not self.state.can_roll_back:
-            if not self._was_rollback_told:
-                self._was_rollback_told = True
-                self._notice(
-                    "speculation-off",
-                    f"Speculation is off: the cache of {self.model.config.model_type} models "
-                    "keeps a running state that cannot be rolled back.",
-                )
+            self._tell_once(
+                "speculation-off",
+                f"Speculation is off: the cache of {self.model.config.model_type} models "
+                "keeps a running state that cannot be rolled back.",
+            )
             return 0
         return k
 
@@ -342,10 +350,8 @@ class Engine:
         return [*(d.token for d in drafted[:num_accepted]), following]
 
     def _tell_fallbacks(self) -> None:
-        wanted = self.config.is_direct_io
-        if wanted and not self.transfer.is_direct and not self._was_direct_told:
-            self._was_direct_told = True
-            self._notice(
+        if self.config.is_direct_io and not self.transfer.is_direct:
+            self._tell_once(
                 "no-direct-io",
                 "The file system does not allow O_DIRECT: records pass through the page cache.",
             )

@@ -33,7 +33,6 @@ from .events import (
     Heartbeat,
     LoadModel,
     ModelLoaded,
-    Notice,
     PrepareDone,
     PrepareModel,
     PrepareProgress,

@@ -16,6 +16,10 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+RESTARTING_FAMILIES = frozenset({"jamba"})
+"""Families whose recurrent layers, in transformers 5.24, begin from an empty state in
+every pass of more than one token (their scan takes no initial state)."""
+
 
 class StateManager:
     """KV state of one conversation on one model.
@@ -53,6 +57,12 @@ class StateManager:
     def can_shorten(self) -> bool:
         """Whether any number of tokens can be taken from the end (full attention only)."""
         return all(type(layer) is DynamicLayer for layer in self.cache.layers)
+
+    def max_pass_tokens(self, chunk_tokens: int) -> int:
+        """Returns how many prompt tokens the next pass may take, `chunk_tokens` at most."""
+        if self.tokens and self._config.model_type in RESTARTING_FAMILIES:
+            return 1
+        return chunk_tokens
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Tokens were run through the model: their state is in the cache now."""

@@ -38,15 +38,13 @@ def without_experts(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]
     return type(model_class.__name__, (model_class,), body)
 
 
-def load_backbone(
-    folder: Path, dtype: ComputeDtype, *, attention: str = "sdpa"
-) -> PreTrainedModel:
+def load_backbone(folder: Path, dtype: ComputeDtype, *, attention: str | None = None) -> PreTrainedModel:
     """Loads everything but the routed experts, in evaluation mode.
 
     Args:
         folder: Config and non-expert weights under their checkpoint names.
         dtype: Type of the weights and of the arithmetic.
-        attention: transformers' attention implementation.
+        attention: transformers' attention implementation, `None` for its own choice.
 
     Raises:
         CheckpointError: A weight is missing from the folder.

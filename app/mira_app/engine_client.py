@@ -1,0 +1,393 @@
+"""Starts, watches and restarts the engine process; carries requests and events.
+
+Runs in the app's process. Each engine process has three daemon threads here: a writer
+(requests, so that a caller never waits for a full pipe), a reader (events), and a
+watcher (silence). Whatever goes wrong ends in one place: the process is killed if it
+still runs, the reader meets the end of its pipe, and every open call fails with one
+`EngineProcessError`. Knows nothing of chats or terminals.
+
+Order of a shutdown: cancel open calls, send `Shutdown`, close the engine's standard
+input, wait, terminate, wait, kill. An app that dies without all that closes the pipe,
+which the engine takes as a shutdown too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import queue
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from mira_engine.api import (
+    PROTOCOL_VERSION,
+    Cancel,
+    EngineProcessError,
+    EngineReady,
+    Generate,
+    LoadModel,
+    Notice,
+    PrepareModel,
+    Request,
+    Shutdown,
+    decode,
+    encode,
+)
+
+from .engine_call import EngineCall
+
+_NUM_KEPT_LOGS = 5
+_NUM_TAIL_LINES = 6
+_MAX_TAIL_BYTES = 16384
+_MAX_QUEUED_REQUESTS = 64
+_CHILD_ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+class EngineProcess:
+    """One engine process, from its start to its end. Not restarted: a new one is made."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        log_path: Path,
+        *,
+        heartbeat_timeout_s: float,
+        start_timeout_s: float,
+    ) -> None:
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._start_timeout_s = start_timeout_s
+        self._log_path = log_path
+        self._lock = threading.Lock()
+        self._calls: dict[str, EngineCall] = {}
+        self._outbox: queue.Queue[Request] = queue.Queue(_MAX_QUEUED_REQUESTS)
+        self._is_ready = threading.Event()
+        self._has_ended = threading.Event()
+        self._is_closing = False
+        self._num_events = 0
+        self._error: EngineProcessError | None = None
+        self.process_notices: dict[str, Notice] = {}
+        self.load_notices: dict[str, Notice] = {}
+        with log_path.open("ab") as log:
+            self._log_start = log.tell()
+            try:
+                self._child = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    env={**os.environ, **_CHILD_ENVIRONMENT},
+                    # A Ctrl-C in the terminal is for the app, which cancels in order.
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise EngineProcessError(
+                    f"The engine process cannot be started: {error}.",
+                    hint="Install mira-chat again.",
+                ) from error
+        self._threads = [
+            threading.Thread(target=target, name=f"engine-{name}", daemon=True)
+            for name, target in (
+                ("writer", self._write),
+                ("reader", self._read),
+                ("watcher", self._watch),
+            )
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._child.pid
+
+    @property
+    def error(self) -> EngineProcessError | None:
+        """Why the process ended, or `None` while it runs and after an ordered shutdown."""
+        return self._error if self._has_ended.is_set() else None
+
+    def send(self, request: Request, call: EngineCall | None = None) -> None:
+        """Queues a request without blocking; `call` gets the events that answer it."""
+        with self._lock:
+            if call is not None:
+                if self._has_ended.is_set():
+                    call.fail(self._error or EngineProcessError("The engine process has ended."))
+                    return
+                self._calls[call.request_id] = call
+                if isinstance(request, LoadModel):
+                    self.load_notices = {}
+        try:
+            self._outbox.put_nowait(request)
+        except queue.Full:
+            self._break("The engine process does not read its requests.", "Start mira-chat again.")
+
+    def close(self, grace_s: float) -> None:
+        """Ends the process in order; blocks for at most about `grace_s` + 2 seconds."""
+        self._is_closing = True
+        with self._lock:
+            open_ids = list(self._calls)
+        if self._is_ready.is_set():
+            for request_id in open_ids:
+                self.send(Cancel(request_id=request_id))
+            self.send(Shutdown())
+        elif self._child.poll() is None:
+            self._child.terminate()
+        for stop, wait_s in ((None, grace_s), (self._child.terminate, 1.0), (self._child.kill, 1)):
+            if stop is not None:
+                stop()
+            if self._has_ended.wait(wait_s):
+                break
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(timeout=1.0)
+
+    # -- threads
+
+    def _write(self) -> None:
+        assert self._child.stdin is not None
+        try:
+            with self._child.stdin as pipe:
+                while not self._has_ended.is_set():
+                    if not self._is_ready.wait(timeout=0.1):
+                        continue
+                    try:
+                        request = self._outbox.get(timeout=0.1)
+                    except queue.Empty:
+                        continue
+                    pipe.write(encode(request).encode("ascii") + b"\n")
+                    pipe.flush()
+                    if isinstance(request, Shutdown):
+                        return
+        except (BrokenPipeError, ValueError):
+            # The engine is gone; the reader finds out why and tells the open calls.
+            return
+
+    def _read(self) -> None:
+        assert self._child.stdout is not None
+        with self._child.stdout as pipe:
+            for line in pipe:
+                self._num_events += 1
+                try:
+                    event = decode(line.decode("utf-8", "replace"))
+                    self._dispatch(event)
+                except EngineProcessError as error:
+                    self._break(error.message, error.hint)
+                    break
+        self._end()
+
+    def _dispatch(self, event: object) -> None:
+        if not self._is_ready.is_set():
+            if not isinstance(event, EngineReady):
+                raise EngineProcessError(
+                    "The engine process did not introduce itself.", hint="Install mira-chat again."
+                )
+            if event.protocol_version != PROTOCOL_VERSION:
+                raise EngineProcessError(
+                    f"The engine speaks protocol {event.protocol_version}, "
+                    f"this app speaks {PROTOCOL_VERSION}.",
+                    hint="App and engine come from different versions; install again.",
+                )
+            self._is_ready.set()
+            return
+        with self._lock:
+            if isinstance(event, Notice):
+                # Requests are answered in order, so it belongs to the oldest open call.
+                call = next(iter(self._calls.values()), None)
+                kept = self.process_notices if call is None else self.load_notices
+                kept[event.code] = event
+            else:
+                call = self._calls.get(getattr(event, "request_id", ""))
+            if call is None:
+                return
+            call.deliver(event)
+            if call.is_done:
+                del self._calls[call.request_id]
+
+    def _watch(self) -> None:
+        """Kills a silent engine.
+
+        Silence is added up in short steps, each counted at most twice its length: after
+        the app itself was suspended the engine gets its time again.
+        """
+        step_s = min(self._heartbeat_timeout_s, self._start_timeout_s) / 10
+        silent_s, seen, before = 0.0, -1, time.monotonic()
+        while not self._has_ended.wait(step_s):
+            now = time.monotonic()
+            silent_s += min(now - before, 2 * step_s)
+            before = now
+            if self._num_events != seen:
+                seen, silent_s = self._num_events, 0.0
+            if not self._is_ready.is_set():
+                if silent_s > self._start_timeout_s:
+                    self._break(
+                        f"The engine process did not start within {self._start_timeout_s:g} s.",
+                        "The machine may be busy; try again.",
+                    )
+            elif silent_s > self._heartbeat_timeout_s and not self._is_closing:
+                self._break(
+                    f"The engine process gave no sign of life for {silent_s:.0f} s.",
+                    "The machine may be out of memory; try a smaller budget.",
+                )
+
+    def _break(self, message: str, hint: str) -> None:
+        with self._lock:
+            if self._error is None:
+                self._error = EngineProcessError(message + self._tail_text(), hint=hint)
+        if self._child.poll() is None:
+            self._child.kill()
+
+    def _end(self) -> None:
+        """Runs once, in the reader, when the engine's standard output has ended."""
+        try:
+            code = self._child.wait(timeout=2.0)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            code = self._child.wait()
+        with self._lock:
+            if self._error is None and not self._is_closing:
+                self._error = self._death_error(code)
+            open_calls = list(self._calls.values())
+            self._calls.clear()
+            self._has_ended.set()
+        closed = EngineProcessError("The engine process was shut down.")
+        for call in open_calls:
+            call.fail(self._error or closed)
+
+    def _death_error(self, code: int) -> EngineProcessError:
+        if code < 0:
+            name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
+            message = f"The engine process was killed by {name}."
+        else:
+            message = f"The engine process ended with exit code {code}."
+        hint = f"Its log is {self._log_path}."
+        if code == -getattr(signal, "SIGKILL", 9):
+            hint = "The machine may be out of memory; try a smaller budget. " + hint
+        return EngineProcessError(message + self._tail_text(), hint=hint)
+
+    def _tail_text(self) -> str:
+        lines = self.log_tail()
+        return "\nLast lines of the engine:\n  " + "\n  ".join(lines) if lines else ""
+
+    def log_tail(self) -> list[str]:
+        """Returns the last lines that this process wrote to its standard error."""
+        with self._log_path.open("rb") as log:
+            size = log.seek(0, os.SEEK_END)
+            log.seek(max(self._log_start, size - _MAX_TAIL_BYTES))
+            text = log.read().decode("utf-8", "replace")
+        return [line.rstrip() for line in text.splitlines() if line.strip()][-_NUM_TAIL_LINES:]
+
+
+class EngineClient:
+    """The engine, whichever process it currently is.
+
+    Nothing here blocks except `close`, `restart` and iterating over a call.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        log_dir: Path,
+        heartbeat_timeout_s: float = 20.0,
+        start_timeout_s: float = 180.0,
+    ) -> None:
+        self._command = list(command)
+        self._log_dir = log_dir
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._start_timeout_s = start_timeout_s
+        self._process: EngineProcess | None = None
+        self._ids = itertools.count(1)
+
+    def start(self) -> None:
+        """Starts the process; returns before it is ready, requests wait for that.
+
+        Raises:
+            EngineProcessError: The command cannot be run.
+        """
+        if self._process is None:
+            self._process = EngineProcess(
+                self._command,
+                _make_log_file(self._log_dir),
+                heartbeat_timeout_s=self._heartbeat_timeout_s,
+                start_timeout_s=self._start_timeout_s,
+            )
+
+    def restart(self) -> None:
+        """Ends what is left of the process and starts a new one."""
+        self.close()
+        self.start()
+
+    def close(self, grace_s: float = 3.0) -> None:
+        """Ends the process, if there is one, in the order the module names."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.close(grace_s)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether there is a process that has not died."""
+        return self._process is not None and self._process.error is None
+
+    @property
+    def lost(self) -> EngineProcessError | None:
+        """Why the process died by itself, else `None`."""
+        return self._process.error if self._process is not None else None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the engine."""
+        return self._process.pid if self._process is not None else None
+
+    @property
+    def notices(self) -> tuple[Notice, ...]:
+        """Notices in force: of the process, and of the model loaded last."""
+        if self._process is None:
+            return ()
+        return tuple({**self._process.process_notices, **self._process.load_notices}.values())
+
+    def new_request_id(self) -> str:
+        """Returns an id no other request of this client has."""
+        return f"r{next(self._ids)}"
+
+    def submit(self, request: PrepareModel | LoadModel | Generate) -> EngineCall:
+        """Sends a request; the call returned receives its events. Starts a process if none."""
+        self.start()
+        assert self._process is not None
+        call = EngineCall(request.request_id)
+        self._process.send(request, call)
+        return call
+
+    def cancel(self, call: EngineCall) -> None:
+        """Asks the engine to stop a call; the call then ends by itself."""
+        if self._process is not None and not call.is_done:
+            self._process.send(Cancel(request_id=call.request_id))
+
+    def __enter__(self) -> EngineClient:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _make_log_file(log_dir: Path) -> Path:
+    """Returns this app process's engine log, and removes all but the newest few others."""
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+        mine = log_dir / f"engine-{os.getpid()}.log"
+        mine.touch()
+        others = sorted(
+            (path for path in log_dir.glob("engine-*.log") if path != mine),
+            key=lambda path: path.stat().st_mtime,
+        )
+        for old in others[: max(0, len(others) - _NUM_KEPT_LOGS)]:
+            old.unlink(missing_ok=True)
+    except OSError as error:
+        raise EngineProcessError(
+            f"The log folder {log_dir} cannot be written: {error.strerror}.",
+            hint="Set MIRA_CHAT_DATA_DIR to a folder that can be written.",
+        ) from error
+    return mine

@@ -1,0 +1,148 @@
+"""The engine as the app sees it: requests, events, errors and how to start it.
+
+The only module of the engine that the app imports. Torch-free, so that importing it
+costs milliseconds; everything that computes runs in the process which
+`default_engine_command` starts.
+"""
+
+from __future__ import annotations
+
+import sys
+import typing
+from pathlib import Path
+
+from .config import (
+    DEFAULT_SYSTEM_PROMPT,
+    MAX_DRAFT_TOKENS,
+    EngineConfig,
+    LinkConfig,
+    MemoryAmount,
+    SamplingConfig,
+    format_bytes,
+)
+from .errors import (
+    BudgetError,
+    CancelledError,
+    CheckpointError,
+    ConfigError,
+    ContextLengthError,
+    DiskSpaceError,
+    EngineProcessError,
+    FormatError,
+    GenerationError,
+    IndexUnreachableError,
+    MiraError,
+    ModelError,
+    NonFiniteError,
+    PrepareError,
+    StoreError,
+    UnknownModelError,
+    UnsupportedModelError,
+    error_from_fields,
+)
+from .events import (
+    PROTOCOL_VERSION,
+    Cancel,
+    ChatMessage,
+    EngineReady,
+    Event,
+    Generate,
+    GenerationDone,
+    Heartbeat,
+    LoadModel,
+    MemoryPlan,
+    ModelLoaded,
+    Notice,
+    PrepareDone,
+    PrepareModel,
+    PrepareProgress,
+    PromptProgress,
+    ReplyStats,
+    Request,
+    RequestFailed,
+    Shutdown,
+    StatsSample,
+    TokenDelta,
+)
+from .types import ComputeDtype, FinishReason, Precision
+from .wire import decode, encode, to_plain
+
+if typing.TYPE_CHECKING:
+    from .library import ModelHome, ModelLibrary
+
+__all__ = [
+    "DEFAULT_SYSTEM_PROMPT",
+    "MAX_DRAFT_TOKENS",
+    "PROTOCOL_VERSION",
+    "BudgetError",
+    "Cancel",
+    "CancelledError",
+    "ChatMessage",
+    "CheckpointError",
+    "ComputeDtype",
+    "ConfigError",
+    "ContextLengthError",
+    "DiskSpaceError",
+    "EngineConfig",
+    "EngineProcessError",
+    "EngineReady",
+    "Event",
+    "FinishReason",
+    "FormatError",
+    "Generate",
+    "GenerationDone",
+    "GenerationError",
+    "Heartbeat",
+    "IndexUnreachableError",
+    "LinkConfig",
+    "LoadModel",
+    "MemoryAmount",
+    "MemoryPlan",
+    "MiraError",
+    "ModelError",
+    "ModelHome",
+    "ModelLibrary",
+    "ModelLoaded",
+    "NonFiniteError",
+    "Notice",
+    "Precision",
+    "PrepareDone",
+    "PrepareError",
+    "PrepareModel",
+    "PrepareProgress",
+    "PromptProgress",
+    "ReplyStats",
+    "Request",
+    "RequestFailed",
+    "SamplingConfig",
+    "Shutdown",
+    "StatsSample",
+    "StoreError",
+    "TokenDelta",
+    "UnknownModelError",
+    "UnsupportedModelError",
+    "decode",
+    "default_engine_command",
+    "encode",
+    "error_from_fields",
+    "format_bytes",
+    "to_plain",
+]
+
+
+def __getattr__(name: str) -> object:
+    """Loads the model library when it is first asked for."""
+    if name in ("ModelHome", "ModelLibrary"):
+        from . import library
+
+        return getattr(library, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def default_engine_command(data_dir: Path) -> list[str]:
+    """Returns the command line of the engine process.
+
+    The process reads requests from standard input and writes events to standard output,
+    one line of JSON each; the end of standard input is a shutdown.
+    """
+    return [sys.executable, "-m", "mira_engine.worker", "--data-dir", str(data_dir)]

@@ -1,0 +1,200 @@
+"""A scripted engine process for the app's tests: speaks the protocol, computes nothing.
+
+Run as `python fake_engine.py [MODE ...]`; a mode changes one behaviour:
+
+    slow            tokens keep coming until cancelled
+    die-mid-reply   SIGKILLs itself after three tokens, at the first reply of each process
+    die-once=PATH   the same, but only while PATH exists, which it removes first
+    die-at-start    writes to standard error and exits with code 7 before it is ready
+    wrong-version   introduces itself with another protocol version
+    hang            says that it is ready, then nothing more
+    mute-start      says nothing at all
+    garbage         sends a line that is no message after the first request
+    fail-load       LoadModel ends with a BudgetError
+    fail-reply      Generate ends with a ContextLengthError after two tokens
+    slow-prepare    preparation goes on until cancelled
+    escapes         the reply carries terminal control sequences, split over deltas
+    marker=PATH     creates PATH when preparation is done
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+
+from mira_engine import api
+
+STATS = api.ReplyStats(
+    num_prompt_tokens=20,
+    num_new_tokens=5,
+    ttft_s=0.25,
+    decode_s=0.5,
+    num_hits=90,
+    num_misses=10,
+    num_records_loaded=10,
+    bytes_moved=10 * 2**20,
+    stall_s=0.01,
+    num_drafted=8,
+    num_accepted=6,
+    num_rounds=2,
+    expert_peak_bytes=300 * 2**20,
+    peak_memory_bytes=800 * 2**20,
+    planned_memory_bytes=900 * 2**20,
+)
+PLAN = api.MemoryPlan(
+    non_expert_bytes=400 * 2**20,
+    kv_bytes=90 * 2**20,
+    workspace_bytes=50 * 2**20,
+    budget_bytes=360 * 2**20,
+    draft_bytes=200 * 2**20,
+    slot_bytes=448 * 1024,
+    num_slots=240,
+    reference_bytes=480 * 2**20,
+    num_experts=480,
+    num_draft_tokens=4,
+)
+WORDS = ("A cache ", "keeps ", "**hot** ", "things ", "near.")
+ESCAPES = ("safe \x1b", "[31mred\x1b[", "0m \x1b]0;title", "\x07done\u202e\r\n", "\tend")
+
+
+class FakeEngine:
+    """Answers requests in order; cancels from the reader thread."""
+
+    def __init__(self, modes: list[str]) -> None:
+        self.modes = {m.split("=", 1)[0]: m.split("=", 1)[-1] for m in modes}
+        self.cancelled: set[str] = set()
+        self.requests: queue.Queue = queue.Queue()
+        self.writing = threading.Lock()
+        self.started = time.monotonic()
+
+    def emit(self, event: api.Event) -> None:
+        with self.writing:
+            sys.stdout.write(api.encode(event) + "\n")
+            sys.stdout.flush()
+
+    def read(self) -> None:
+        for line in sys.stdin:
+            request = api.decode(line)
+            if isinstance(request, api.Cancel):
+                self.cancelled.add(request.request_id)
+            else:
+                self.requests.put(request)
+        self.requests.put(None)
+        # Nothing of a fake is worth an orderly end once the app is gone.
+        threading.Timer(0.5, os._exit, (0,)).start()
+
+    def beat(self) -> None:
+        while True:
+            time.sleep(0.1)
+            self.emit(api.Heartbeat(uptime_s=time.monotonic() - self.started))
+
+    def run(self) -> int:
+        print("fake engine starts", file=sys.stderr, flush=True)
+        if "die-at-start" in self.modes:
+            print("boom: no such library", file=sys.stderr, flush=True)
+            return 7
+        if "mute-start" in self.modes:
+            threading.Event().wait()
+        version = 999 if "wrong-version" in self.modes else api.PROTOCOL_VERSION
+        self.emit(api.EngineReady(protocol_version=version, pid=os.getpid()))
+        if "hang" in self.modes:
+            threading.Event().wait()
+        threading.Thread(target=self.beat, daemon=True).start()
+        threading.Thread(target=self.read, daemon=True).start()
+        while (request := self.requests.get()) is not None:
+            if isinstance(request, api.Shutdown):
+                return 0
+            if "garbage" in self.modes:
+                print("this is no message", flush=True)
+                continue
+            {
+                api.PrepareModel: self.prepare,
+                api.LoadModel: self.load,
+                api.Generate: self.generate,
+            }[type(request)](request)
+        return 0
+
+    def prepare(self, request: api.PrepareModel) -> None:
+        done = 0
+        while done < 10 or "slow-prepare" in self.modes:
+            if request.request_id in self.cancelled:
+                self.fail(request, api.CancelledError("Preparation was stopped."))
+                return
+            done += 1
+            self.emit(
+                api.PrepareProgress(
+                    request_id=request.request_id,
+                    step="convert",
+                    done=min(done, 9),
+                    total=10,
+                    unit="layers",
+                    detail="layer",
+                )
+            )
+            time.sleep(0.005)
+        if "marker" in self.modes:
+            with open(self.modes["marker"], "w"):
+                pass
+        self.emit(
+            api.PrepareDone(
+                request_id=request.request_id, model=request.model, precision=request.precision
+            )
+        )
+
+    def load(self, request: api.LoadModel) -> None:
+        if "fail-load" in self.modes:
+            self.fail(
+                request,
+                api.BudgetError("The budget is 1 MiB, at least 20.0 MiB are needed.", hint="More."),
+            )
+            return
+        self.emit(api.Notice(code="budget-default", text="The budget is 75 % of the experts."))
+        self.emit(
+            api.ModelLoaded(
+                request_id=request.request_id,
+                model=request.model,
+                title="Fake MoE",
+                context_length=2048,
+                plan=PLAN,
+                load_s=0.1,
+            )
+        )
+
+    def generate(self, request: api.Generate) -> None:
+        words = ESCAPES if "escapes" in self.modes else WORDS
+        text, reason, num = "", api.FinishReason.STOP, 0
+        while num < len(words) or "slow" in self.modes:
+            if request.request_id in self.cancelled:
+                reason = api.FinishReason.CANCELLED
+                break
+            word = words[num % len(words)]
+            text += word
+            num += 1
+            self.emit(api.TokenDelta(request_id=request.request_id, text=word, num_tokens=1))
+            self.emit(api.StatsSample(request_id=request.request_id, stats=STATS))
+            if num == 3 and self.must_die():
+                os.kill(os.getpid(), signal.SIGKILL)
+            if num == 2 and "fail-reply" in self.modes:
+                self.fail(request, api.ContextLengthError("The prompt is too long.", hint="Less."))
+                return
+            time.sleep(0.01)
+        self.emit(
+            api.GenerationDone(request_id=request.request_id, text=text, reason=reason, stats=STATS)
+        )
+
+    def must_die(self) -> bool:
+        if "die-once" in self.modes and os.path.exists(self.modes["die-once"]):
+            os.remove(self.modes["die-once"])
+            return True
+        return "die-mid-reply" in self.modes
+
+    def fail(self, request: api.Request, error: api.MiraError) -> None:
+        self.emit(api.RequestFailed(request_id=request.request_id, **error.to_fields()))
+
+
+if __name__ == "__main__":
+    sys.exit(FakeEngine(sys.argv[1:]).run())
