@@ -7,6 +7,8 @@ processes inherit it.
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -92,3 +94,19 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> SaveTiny:
         return made[key]
 
     return save
+
+
+@pytest.fixture(scope="session")
+def builtin_data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data folder with the built-in model prepared as `nested`, once a session. Read only.
+
+    MIRA_TEST_DATA_DIR names a folder that is kept and used again.
+    """
+    kept = os.environ.get("MIRA_TEST_DATA_DIR")
+    folder = Path(kept) if kept else tmp_path_factory.mktemp("builtin-data")
+    subprocess.run(
+        [sys.executable, "-m", "mira_app.cli", "prepare", "builtin", "--plain"],
+        env=os.environ | {"MIRA_CHAT_DATA_DIR": str(folder)},
+        check=True,
+    )
+    return folder

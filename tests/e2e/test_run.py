@@ -115,3 +115,13 @@ def test_interrupt_keeps_what_was_said_and_exits_130(model):
     assert child.returncode == 130, errors.decode()
     assert (first + rest).decode().strip()
     assert b"Traceback" not in errors
+
+
+@pytest.mark.builtin
+@pytest.mark.slow
+def test_program_without_terminal_answers_one_question(builtin_data_dir, monkeypatch):
+    monkeypatch.setenv("MIRA_CHAT_DATA_DIR", str(builtin_data_dir))
+    done = mira_chat()
+    assert done.returncode == 0, done.stderr
+    assert "cache" in done.stdout
+    assert "tok/s" in done.stderr.splitlines()[-1]

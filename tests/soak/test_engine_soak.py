@@ -16,7 +16,7 @@ import pytest
 from mira_app.engine_client import EngineClient
 from mira_engine import api
 
-NUM_ROUNDS = int(os.environ.get("MIRA_SOAK_ROUNDS", "200"))
+NUM_ROUNDS = int(os.environ.get("MIRA_SOAK_ROUNDS", "2000"))
 NUM_WARM_UP_ROUNDS = max(2, NUM_ROUNDS // 10)
 MAX_GROWTH_BYTES = 48 * 2**20
 QUESTIONS = ("one", "two two", "three three three")

@@ -1,0 +1,364 @@
+"""The command line: `mira-chat` and its subcommands.
+
+Imports only what parses arguments; each command imports its own parts when it runs.
+Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from mira_engine.api import MiraError
+
+    from .answer import Answerer
+    from .catalog import Catalog
+    from .engine_client import EngineClient
+    from .settings import Settings
+
+FIXED_QUESTION = "In one sentence: what is a cache?"
+"""What `mira-chat` asks where there is no terminal to chat in."""
+
+FIXED_MAX_TOKENS = 48
+
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Chat in the terminal with Mixture-of-Experts models that do not fit your GPU.",
+)
+
+_MODEL, _ENGINE, _REPLY, _OUTPUT = "Model", "Engine", "Reply", "Output"
+
+
+def _option(*names: str, help: str, metavar: str | None = None) -> object:
+    return typer.Option(*names, help=help, metavar=metavar, show_default=False)
+
+
+Model = Annotated[str | None, _option("--model", metavar="M", help="`builtin`, or a folder.")]
+Budget = Annotated[
+    str | None,
+    _option(
+        "--budget",
+        metavar="300MiB|40%",
+        help="Device memory for experts, draft and slots together; % of all experts in INT8.",
+    ),
+]
+DraftTokens = Annotated[
+    int | None, _option("-k", metavar="K", help="Draft tokens per round; 0 turns drafting off.")
+]
+Target = Annotated[
+    str | None,
+    _option(
+        "--precision",
+        metavar="P",
+        help="Expert format of the target: nested, int8, bf16, int4 or float32.",
+    ),
+]
+Dtype = Annotated[
+    str | None, _option("--dtype", metavar="D", help="Arithmetic: bfloat16 or float32.")
+]
+MaxTokens = Annotated[
+    int | None, _option("--max-tokens", metavar="N", help="Most tokens of the reply.")
+]
+Temperature = Annotated[
+    float | None, _option("--temperature", metavar="T", help="0 takes the likeliest token.")
+]
+TopK = Annotated[int | None, _option("--top-k", metavar="N", help="Keep the N likeliest tokens.")]
+TopP = Annotated[float | None, _option("--top-p", metavar="P", help="Keep this much probability.")]
+MinP = Annotated[
+    float | None, _option("--min-p", metavar="P", help="Drop tokens below this share of the top.")
+]
+Penalty = Annotated[
+    float | None,
+    _option("--repetition-penalty", metavar="R", help="Above 1: repeats become less likely."),
+]
+Seed = Annotated[int | None, _option("--seed", metavar="S", help="Seed of the random numbers.")]
+System = Annotated[
+    str | None, _option("--system", metavar="TEXT", help="System prompt; empty for none.")
+]
+Context = Annotated[
+    int | None, _option("--context", metavar="N", help="Tokens of context to keep room for.")
+]
+LinkRate = Annotated[
+    str | None,
+    _option("--link-rate", metavar="500MB", help="Hold the expert link to this rate per second."),
+]
+LinkLatency = Annotated[
+    float | None, _option("--link-latency", metavar="MS", help="Add milliseconds to each record.")
+]
+NoPrefetch = Annotated[bool, typer.Option("--no-prefetch", help="Load experts on demand only.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+Plain = Annotated[bool, typer.Option("--plain", help="Plain lines: no bars, no colours.")]
+
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            number = version("mira-chat")
+        except PackageNotFoundError:
+            number = "(run from its source tree)"
+        typer.echo(f"mira-chat {number}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def chat(
+    context: typer.Context,
+    model: Model = None,
+    budget: Budget = None,
+    k: DraftTokens = None,
+    precision: Target = None,
+    dtype: Dtype = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repetition_penalty: Penalty = None,
+    seed: Seed = None,
+    system: System = None,
+    context_length: Context = None,
+    link_rate: LinkRate = None,
+    link_latency: LinkLatency = None,
+    no_prefetch: NoPrefetch = False,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    """Opens the chat. Without a terminal: prepares the model and answers one question."""
+    del version
+    flags = _flags(locals())
+    if context.invoked_subcommand is not None:
+        given = [name for name, value in flags.items() if value is not None]
+        if given:
+            raise typer.BadParameter(
+                f"options come after the command: mira-chat {context.invoked_subcommand} --..."
+            )
+        return
+    with _reporting_errors():
+        settings = _settings(flags)
+        if sys.stdin.isatty() and sys.stdout.isatty():
+            _open_app(settings)
+        else:
+            _answer_fixed_question(settings, has_own_limit=max_tokens is not None)
+
+
+@app.command()
+def run(
+    prompt: Annotated[
+        str | None, typer.Argument(help="The prompt; `-` or nothing reads standard input.")
+    ] = None,
+    model: Model = None,
+    budget: Budget = None,
+    k: DraftTokens = None,
+    precision: Target = None,
+    dtype: Dtype = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repetition_penalty: Penalty = None,
+    seed: Seed = None,
+    system: System = None,
+    context_length: Context = None,
+    link_rate: LinkRate = None,
+    link_latency: LinkLatency = None,
+    no_prefetch: NoPrefetch = False,
+    is_json: Json = False,
+    is_plain: Plain = False,
+) -> None:
+    """Answers one prompt: the reply alone on stdout, one line of figures on stderr."""
+    flags = _flags(locals())
+    with _reporting_errors():
+        _run(_read_prompt(prompt), _settings(flags), is_json=is_json, is_plain=is_plain)
+
+
+@app.command()
+def prepare(
+    model: Annotated[str, typer.Argument(help="`builtin`, or the folder of a checkpoint.")],
+    precision: Target = None,
+    is_plain: Plain = False,
+) -> None:
+    """Makes a model ready: fetches, checks, converts. Goes on where it was interrupted."""
+    with _reporting_errors():
+        settings = _settings({"model": model, "precision": precision})
+        with make_client() as client:
+            _answerer(client, settings, is_plain=is_plain).prepare()
+        typer.echo(f"{model} is ready in {settings.engine.precision}.", err=True)
+
+
+@app.command()
+def models(precision: Target = None, is_json: Json = False) -> None:
+    """Lists the models one can pick."""
+    with _reporting_errors():
+        wanted = _settings({"precision": precision}).engine.precision
+        entries = make_catalog().entries(wanted)
+        if is_json:
+            import dataclasses
+            import json
+
+            typer.echo(json.dumps([dataclasses.asdict(entry) for entry in entries]))
+            return
+        for entry in entries:
+            state = "ready" if entry.is_ready else "not prepared"
+            typer.echo(f"{entry.model}\n    {entry.title}: {entry.about}\n    {wanted}: {state}")
+
+
+# -- parts -----------------------------------------------------------------------------------
+
+
+def make_client() -> EngineClient:
+    """Makes the client of the engine process; nothing is started yet."""
+    from mira_engine.api import default_engine_command
+
+    from .engine_client import EngineClient
+    from .paths import data_dir, log_dir
+
+    return EngineClient(default_engine_command(data_dir()), log_dir=log_dir())
+
+
+def make_catalog() -> Catalog:
+    """Makes the catalog of the platform's data directory."""
+    from .catalog import LibraryCatalog
+    from .paths import data_dir
+
+    return LibraryCatalog(data_dir())
+
+
+def _flags(given: dict[str, object]) -> dict[str, object]:
+    """Turns a command's arguments into settings by name; leaves out what is none."""
+    names = {"context_length": "context"}
+    left_out = ("context", "prompt", "is_json", "is_plain", "no_prefetch", "version")
+    flags = {names.get(n, n): value for n, value in given.items() if n not in left_out}
+    flags["prefetch"] = False if given["no_prefetch"] else None
+    return flags
+
+
+def _settings(flags: dict[str, object]) -> Settings:
+    from .settings import load_settings
+
+    return load_settings(flags, os.environ)
+
+
+def _read_prompt(given: str | None) -> str:
+    from mira_engine.api import ConfigError
+
+    if given is None and sys.stdin.isatty():
+        raise ConfigError("There is no prompt.", hint='Write: mira-chat run "your question".')
+    prompt = sys.stdin.read() if given in (None, "-") else given
+    assert prompt is not None
+    if not prompt.strip():
+        raise ConfigError("The prompt is empty.", hint="Ask something.")
+    return prompt
+
+
+def _answerer(client: EngineClient, settings: Settings, *, is_plain: bool) -> Answerer:
+    from .answer import Answerer, BarProgress, LineProgress
+
+    is_drawing = sys.stderr.isatty() and not is_plain
+    return Answerer(
+        client,
+        make_catalog(),
+        settings,
+        err=sys.stderr,
+        make_progress=BarProgress if is_drawing else LineProgress,
+    )
+
+
+def _run(prompt: str, settings: Settings, *, is_json: bool, is_plain: bool) -> None:
+    from .answer import Answer
+
+    # A terminal that cannot show a character gets a question mark, not a crash.
+    with contextlib.suppress(AttributeError):
+        sys.stdout.reconfigure(errors="replace")
+    answer = Answer()
+    with make_client() as client:
+        answerer = _answerer(client, settings, is_plain=is_plain)
+        try:
+            answerer.ask(prompt, answer, None if is_json else sys.stdout)
+        finally:
+            if answer.stats.num_new_tokens and not is_json:
+                typer.echo(answerer.stats_line(answer), err=True)
+            if is_json and answer.loaded is not None:
+                typer.echo(answer.to_json())
+    if answer.reason.value == "cancelled":
+        raise KeyboardInterrupt
+
+
+def _answer_fixed_question(settings: Settings, *, has_own_limit: bool) -> None:
+    import dataclasses
+
+    if not has_own_limit and settings.sampling.max_new_tokens is None:
+        sampling = dataclasses.replace(settings.sampling, max_new_tokens=FIXED_MAX_TOKENS)
+        settings = dataclasses.replace(settings, sampling=sampling)
+    typer.echo("note: there is no terminal here; asking one question.", err=True)
+    typer.echo(f"> {FIXED_QUESTION}", err=True)
+    _run(FIXED_QUESTION, settings, is_json=False, is_plain=True)
+
+
+def _open_app(settings: Settings) -> None:
+    from .controller import ChatController
+    from .tui.app import MiraApp
+
+    client = make_client()
+    try:
+        MiraApp(ChatController(client, make_catalog(), settings)).run()
+    finally:
+        client.close()
+
+
+@contextlib.contextmanager
+def _reporting_errors() -> Iterator[None]:
+    """Turns what can go wrong into a message, a hint and an exit code."""
+    from mira_engine.api import BudgetError, CancelledError, ConfigError, MiraError
+
+    try:
+        yield
+    except (ConfigError, BudgetError) as error:
+        _print_error(error)
+        raise typer.Exit(2) from None
+    except CancelledError as error:
+        _print_error(error)
+        raise typer.Exit(130) from None
+    except MiraError as error:
+        _print_error(error)
+        raise typer.Exit(1) from None
+    except BrokenPipeError:
+        # Whoever read the reply has gone; say nothing more to that pipe at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
+        raise typer.Exit(130) from None
+
+
+def _print_error(error: MiraError) -> None:
+    from .sanitise import sanitise
+
+    typer.echo(f"error: {sanitise(error.message)}", err=True)
+    if error.hint:
+        typer.echo(f"hint: {sanitise(error.hint)}", err=True)
+
+
+def main() -> None:
+    """Runs the command line."""
+    app(prog_name=Path(sys.argv[0]).name if sys.argv[0].endswith("mira-chat") else "mira-chat")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""A chat as a tree of turns. Pure: every operation returns a new conversation.
+
+A turn's children are the alternatives of what came next: the replies of a regenerated
+question, the versions of an edited one. `head_id` marks the turn where the chat now
+stands; the path from the root to it is what is shown and what the model reads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from dataclasses import dataclass, field
+
+from mira_engine.api import ChatMessage, ReplyStats
+
+
+class Role(enum.StrEnum):
+    """Who speaks."""
+
+    USER = "user"
+    ASSISTANT = "assistant"
+
+
+class TurnStatus(enum.StrEnum):
+    """How a turn ended."""
+
+    COMPLETE = "complete"
+    STOPPED = "stopped"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One message as it was written: the model's own text, not what a terminal may show.
+
+    Attributes:
+        turn_id: Its number in the conversation, from 0.
+        parent_id: The turn before it, `None` for a first one.
+        status: Users' turns are always complete.
+        error: What went wrong, where `status` is `ERROR`.
+        stats: Figures of a reply.
+    """
+
+    turn_id: int
+    parent_id: int | None
+    role: Role
+    content: str
+    status: TurnStatus = TurnStatus.COMPLETE
+    error: str = ""
+    stats: ReplyStats | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """Turns by number, and where the chat stands."""
+
+    system_prompt: str = ""
+    turns: tuple[Turn, ...] = field(default=())
+    head_id: int | None = None
+
+    @property
+    def head(self) -> Turn | None:
+        """The turn where the chat stands."""
+        return None if self.head_id is None else self.turns[self.head_id]
+
+    def path(self) -> tuple[Turn, ...]:
+        """Returns the turns from the first to the head."""
+        turns: list[Turn] = []
+        turn = self.head
+        while turn is not None:
+            turns.append(turn)
+            turn = None if turn.parent_id is None else self.turns[turn.parent_id]
+        return tuple(reversed(turns))
+
+    def messages(self) -> tuple[ChatMessage, ...]:
+        """Returns what the model reads: the system prompt and the path.
+
+        A question whose reply stayed empty (an error, or stopped at once) is left out with
+        it, so that roles alternate, which many chat templates insist on.
+        """
+        path = self.path()
+        kept: list[ChatMessage] = []
+        if self.system_prompt:
+            kept.append(ChatMessage(role="system", content=self.system_prompt))
+        for turn, following in zip(path, (*path[1:], None), strict=True):
+            if turn.role is Role.ASSISTANT and not turn.content:
+                continue
+            is_unanswered = (
+                turn.role is Role.USER
+                and following is not None
+                and (following.role is Role.USER or not following.content)
+            )
+            if not is_unanswered:
+                kept.append(ChatMessage(role=turn.role.value, content=turn.content))
+        return tuple(kept)
+
+    def with_user(self, content: str) -> Conversation:
+        """Adds a question after the head."""
+        return self._with_turn(Role.USER, content)
+
+    def with_reply(
+        self,
+        content: str,
+        *,
+        status: TurnStatus = TurnStatus.COMPLETE,
+        error: str = "",
+        stats: ReplyStats | None = None,
+    ) -> Conversation:
+        """Adds a reply to the question at the head.
+
+        Raises:
+            ValueError: The head is no question.
+        """
+        if self.head is None or self.head.role is not Role.USER:
+            raise ValueError("a reply needs a question before it")
+        return self._with_turn(Role.ASSISTANT, content, status=status, error=error, stats=stats)
+
+    def _with_turn(self, role: Role, content: str, **fields: object) -> Conversation:
+        turn = Turn(
+            turn_id=len(self.turns),
+            parent_id=self.head_id,
+            role=role,
+            content=content,
+            **fields,  # type: ignore[arg-type]
+        )
+        return dataclasses.replace(self, turns=(*self.turns, turn), head_id=turn.turn_id)
+
+    def at(self, turn_id: int | None) -> Conversation:
+        """Moves the head: `None` before the first turn."""
+        if turn_id is not None and not 0 <= turn_id < len(self.turns):
+            raise ValueError(f"no turn {turn_id}")
+        return dataclasses.replace(self, head_id=turn_id)
+
+    def before_reply(self) -> Conversation:
+        """Moves the head to the last question, ready for another reply to it.
+
+        Raises:
+            ValueError: There is no question yet.
+        """
+        turn = self.head
+        if turn is not None and turn.role is Role.ASSISTANT:
+            turn = None if turn.parent_id is None else self.turns[turn.parent_id]
+        if turn is None:
+            raise ValueError("there is no question to answer again")
+        return self.at(turn.turn_id)
+
+    def siblings(self, turn_id: int) -> tuple[Turn, ...]:
+        """Returns the alternatives of a turn, itself among them, oldest first."""
+        parent_id = self.turns[turn_id].parent_id
+        return tuple(turn for turn in self.turns if turn.parent_id == parent_id)

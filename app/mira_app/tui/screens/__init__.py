@@ -1,0 +1,1 @@
+"""Screens: each owns the layout of one task."""

@@ -1,0 +1,1 @@
+"""Widgets: each owns one thing, posts messages up, and knows no screen."""

@@ -1,0 +1,271 @@
+"""The whole application against a fake engine process, and its screens against none."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from app_fakes import FakeCatalog, fake_engine_command
+from app_scenes import NOTICES, STATS, Scene
+from fake_engine import PLAN
+from mira_app.controller import ChatController, Stage
+from mira_app.conversation import TurnStatus
+from mira_app.engine_client import EngineClient
+from mira_app.settings import Settings, load_settings
+from mira_app.tui.app import MiraApp
+from mira_app.tui.screens.chat import ChatScreen
+from mira_app.tui.screens.models import ModelsScreen
+from mira_app.tui.widgets.composer import Composer
+from mira_app.tui.widgets.messages import InfoMessage, MessageList, ReplyMessage
+from mira_engine import api
+from textual.widgets import Markdown
+
+
+async def until(pilot, condition) -> None:
+    """Lets the app run until the condition holds."""
+    async with asyncio.timeout(20):
+        while not condition():
+            await pilot.pause(0.02)
+
+
+@pytest.fixture
+def make_app(tmp_path):
+    clients = []
+
+    def make(*modes: str, settings: Settings | None = None, is_ready: bool = False) -> MiraApp:
+        client = EngineClient(fake_engine_command(*modes), log_dir=tmp_path)
+        clients.append(client)
+        catalog = FakeCatalog(is_ready=is_ready)
+        return MiraApp(ChatController(client, catalog, settings or Settings()))
+
+    yield make
+    for client in clients:
+        client.close()
+
+
+def reply_texts(app: MiraApp) -> list[str]:
+    return [reply.query_one(Markdown).source for reply in app.chat_screen.query(ReplyMessage)]
+
+
+async def ask(pilot, text: str) -> None:
+    pilot.app.screen.query_one(Composer).insert(text)
+    await pilot.press("enter")
+
+
+async def test_pick_prepare_chat_stop_and_go_on(make_app):
+    app = make_app("slow")
+    async with app.run_test(size=(100, 30)) as pilot:
+        controller = app.controller
+        assert isinstance(app.screen, ModelsScreen)
+        await pilot.press("enter")
+        assert controller.stage is Stage.PREPARING
+        await until(pilot, lambda: isinstance(app.screen, ChatScreen))
+        await ask(pilot, "first")
+        await until(pilot, lambda: "hot" in controller.partial)
+        app.screen.query_one(Composer).insert("a draft")
+        await pilot.press("escape")
+        await until(pilot, lambda: controller.stage is Stage.READY)
+        head = controller.conversation.head
+        assert head.status is TurnStatus.STOPPED
+        assert head.content.startswith("A cache keeps **hot**")
+        assert reply_texts(app) == [head.content]
+        assert app.screen.query_one(ReplyMessage).has_class("-stopped")
+        assert app.screen.query_one(Composer).text == "a draft"
+        await pilot.press("enter")
+        await until(pilot, lambda: len(controller.partial) > 20)
+        await pilot.press("escape")
+        await until(pilot, lambda: controller.stage is Stage.READY)
+        sent = controller.conversation.messages()
+        assert [m.content for m in sent[1:4:2]] == ["first", "a draft"]
+
+
+async def test_engine_killed_mid_reply_is_restarted_and_partial_kept(make_app, tmp_path):
+    flag = tmp_path / "die"
+    flag.touch()
+    app = make_app(f"die-once={flag}", is_ready=True)
+    async with app.run_test(size=(100, 30)) as pilot:
+        await pilot.press("enter")
+        await until(pilot, lambda: isinstance(app.screen, ChatScreen))
+        await ask(pilot, "first")
+        await until(pilot, lambda: len(app.screen.query(InfoMessage)) == 2)
+        controller = app.controller
+        assert controller.conversation.head.status is TurnStatus.ERROR
+        assert controller.conversation.head.content == "A cache keeps **hot** "
+        assert "SIGKILL" in controller.conversation.head.error
+        await ask(pilot, "second")
+        await until(pilot, lambda: len(controller.conversation.turns) == 4)
+        await until(pilot, lambda: controller.stage is Stage.READY)
+        assert controller.conversation.head.content == "A cache keeps **hot** things near."
+
+
+async def test_engine_killed_while_idle_is_restarted(make_app):
+    app = make_app(is_ready=True)
+    async with app.run_test(size=(100, 30)) as pilot:
+        await pilot.press("enter")
+        await until(pilot, lambda: app.controller.stage is Stage.READY)
+        os.kill(app.controller._client.pid, signal.SIGKILL)
+        await until(pilot, lambda: app.controller.stage is Stage.RECOVERING)
+        await until(pilot, lambda: app.controller.stage is Stage.READY)
+
+
+async def test_model_named_on_command_line_is_loaded_at_once(make_app):
+    settings = load_settings({"model": "builtin"}, {})
+    app = make_app(settings=settings, is_ready=True)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await until(pilot, lambda: isinstance(app.screen, ChatScreen))
+
+
+async def test_escape_stops_preparation_and_menu_stays(make_app):
+    app = make_app("slow-prepare")
+    async with app.run_test(size=(80, 24)) as pilot:
+        await pilot.press("enter")
+        await until(pilot, lambda: app.controller.progress is not None)
+        await pilot.press("escape")
+        await until(pilot, lambda: app.controller.stage is Stage.IDLE)
+        assert isinstance(app.screen, ModelsScreen)
+        assert not app.screen.work.display
+        assert not app.screen.problem.display
+
+
+async def test_load_failure_is_shown_in_menu_with_hint(make_app):
+    app = make_app("fail-load", is_ready=True)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await pilot.press("enter")
+        await until(pilot, lambda: app.controller.stage is Stage.FAILED)
+        await until(pilot, lambda: app.screen.problem.display)
+        assert "20.0 MiB" in str(app.screen.problem.content)
+        assert "More." in str(app.screen.problem.content)
+
+
+async def test_quit_ends_engine(make_app):
+    app = make_app(is_ready=True)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await pilot.press("enter")
+        await until(pilot, lambda: isinstance(app.screen, ChatScreen))
+        pid = app.controller._client.pid
+        await pilot.press("ctrl+q")
+        await until(pilot, lambda: not app.is_running or app._exit)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+# -- without a process
+
+
+async def test_enter_while_answering_keeps_the_text():
+    scene = Scene()
+    async with scene.app.run_test(size=(80, 24)) as pilot:
+        await scene.streaming(pilot)
+        await ask(pilot, "too early")
+        assert scene.app.screen.query_one(Composer).text == "too early"
+        assert len(scene.app.screen.query(ReplyMessage)) == 2
+
+
+async def test_ctrl_j_begins_new_line_and_enter_sends_both():
+    scene = Scene()
+    async with scene.app.run_test(size=(80, 24)) as pilot:
+        await scene.chatting(pilot)
+        await pilot.press("a", "ctrl+j", "b", "enter")
+        await pilot.pause()
+        assert scene.client.requests[-1].messages[-1].content == "a\nb"
+
+
+async def test_enter_on_blank_text_sends_nothing():
+    scene = Scene()
+    async with scene.app.run_test(size=(80, 24)) as pilot:
+        await scene.chatting(pilot)
+        await pilot.press("space", "enter")
+        assert isinstance(scene.client.requests[-1], api.LoadModel)
+
+
+async def test_escape_sequences_of_model_never_reach_the_screen():
+    scene = Scene()
+    async with scene.app.run_test(size=(80, 24)) as pilot:
+        await scene.chatting(pilot)
+        await scene.asking(pilot, "hi")
+        for piece in ("red \x1b", "[31mhot\x1b]0;ti", "tle\x07 end\u202e"):
+            scene.client.deliver_text(piece)
+            await scene.poll(pilot)
+        await pilot.pause()
+        assert reply_texts(scene.app) == ["red hot end"]
+        scene.client.deliver_done("red \x1b[31mhot\u202e", STATS)
+        await scene.poll(pilot)
+        assert reply_texts(scene.app) == ["red hot"]
+        assert "\x1b" in scene.controller.conversation.head.content
+
+
+async def test_follows_tail_until_scrolled_up():
+    scene = Scene()
+    async with scene.app.run_test(size=(80, 24)) as pilot:
+        await scene.streaming(pilot)
+        messages = scene.app.screen.query_one(MessageList)
+        await pilot.pause()
+        assert messages.scroll_offset.y == messages.max_scroll_y
+        messages.scroll_home(animate=False)
+        await pilot.pause()
+        scene.client.deliver_text("\n\nmore\n\nand more")
+        await scene.poll(pilot)
+        await pilot.pause()
+        assert messages.scroll_offset.y < messages.max_scroll_y
+
+
+async def test_new_chat_clears_and_again_adds_sibling():
+    scene = Scene()
+    async with scene.app.run_test(size=(80, 24)) as pilot:
+        await scene.answered(pilot)
+        await pilot.press("ctrl+r")
+        scene.client.deliver_done("another", STATS)
+        await scene.poll(pilot)
+        head = scene.controller.conversation.head
+        assert [t.content for t in scene.controller.conversation.siblings(head.turn_id)][1:] == [
+            "another"
+        ]
+        await pilot.press("ctrl+n")
+        await pilot.pause()
+        assert scene.controller.conversation.turns == ()
+        assert len(scene.app.screen.query(ReplyMessage)) == 0
+
+
+async def test_models_and_back_keeps_chat():
+    scene = Scene()
+    async with scene.app.run_test(size=(80, 24)) as pilot:
+        await scene.answered(pilot)
+        await pilot.press("ctrl+o")
+        await pilot.pause()
+        assert isinstance(scene.app.screen, ModelsScreen)
+        await pilot.press("enter")
+        await pilot.pause()
+        assert isinstance(scene.app.screen, ChatScreen)
+        assert len(scene.app.screen.query(ReplyMessage)) == 1
+        assert len([r for r in scene.client.requests if isinstance(r, api.LoadModel)]) == 1
+
+
+async def test_panel_shows_figures_and_notes():
+    scene = Scene()
+    async with scene.app.run_test(size=(120, 40)) as pilot:
+        await scene.answered(pilot)
+        text = str(scene.app.screen.query_one("#column").content)
+        for figure in ("13.0", "90.5%", "5210 / 550", "6.5 ms/token", "2.20 of 4", "742 / 901"):
+            assert figure in text
+        for notice in NOTICES:
+            assert notice.text in text
+        strip = scene.app.screen.query_one("#strip")
+        assert not strip.display
+        assert max(len(line) for line in str(strip.content).splitlines()) <= 78
+        assert PLAN.num_draft_tokens == 4
+
+
+def test_importing_app_loads_no_torch():
+    code = "import sys, mira_app.tui.app as a; print({'torch', 'transformers'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_importing_command_line_loads_no_textual():
+    code = "import sys, mira_app.cli; print({'torch', 'textual', 'rich.progress'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
