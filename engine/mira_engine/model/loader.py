@@ -15,7 +15,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..checkpoint.experts import expert_modules_of, load_config, model_class
+from ..checkpoint.architecture import load_config, model_class
+from ..checkpoint.experts import expert_modules_of
 from ..errors import CheckpointError
 from ..types import ComputeDtype
 from . import experts
