@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 from dataclasses import dataclass, field
 
 from mira_engine.api import ChatMessage, ReplyStats
@@ -82,7 +83,7 @@ class Conversation:
         kept: list[ChatMessage] = []
         if self.system_prompt:
             kept.append(ChatMessage(role="system", content=self.system_prompt))
-        for turn, following in zip(path, (*path[1:], None), strict=True):
+        for turn, following in itertools.zip_longest(path, path[1:]):
             if turn.role is Role.ASSISTANT and not turn.content:
                 continue
             is_unanswered = (

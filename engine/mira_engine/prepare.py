@@ -67,12 +67,17 @@ def prepare(
         CancelledError: Somebody asked to stop.
     """
     progress = Progress(on_progress=on_progress, is_cancelled=is_cancelled)
-    with _locked(home):
-        if home.is_builtin:
+    if home.is_builtin:
+        with _locked(home):
             _make_builtin(home, precision, progress)
-        elif not (home.checkpoint_dir / "config.json").exists() and home.is_ready(precision):
-            return
-        checkpoint = CheckpointExperts(home.checkpoint_dir)
+            _convert(home, CheckpointExperts(home.checkpoint_dir), precision, progress)
+        return
+    if not (home.checkpoint_dir / "config.json").exists() and home.is_ready(precision):
+        return
+    checkpoint = CheckpointExperts(home.checkpoint_dir)
+    for needed in home.needed_precisions(precision):
+        make_format(needed, checkpoint.shape)  # Refuses before anything is written.
+    with _locked(home):
         _convert(home, checkpoint, precision, progress)
 
 
@@ -101,8 +106,6 @@ def _convert(
     home: ModelHome, checkpoint: CheckpointExperts, precision: Precision, progress: Progress
 ) -> None:
     needed = home.needed_precisions(precision)
-    for each in needed:
-        make_format(each, checkpoint.shape)  # Refuses here, before the first byte is written.
     revision = checkpoint_revision(checkpoint)
     backbone = backbone_revision(checkpoint, revision)
     writers = {

@@ -32,6 +32,11 @@ async def until(pilot, condition) -> None:
             await pilot.pause(0.02)
 
 
+async def until_chat(pilot) -> None:
+    """Lets the app run until one can write in the chat."""
+    await until(pilot, lambda: isinstance(pilot.app.focused, Composer))
+
+
 @pytest.fixture
 def make_app(tmp_path):
     clients = []
@@ -62,8 +67,8 @@ async def test_pick_prepare_chat_stop_and_go_on(make_app):
         controller = app.controller
         assert isinstance(app.screen, ModelsScreen)
         await pilot.press("enter")
-        assert controller.stage is Stage.PREPARING
-        await until(pilot, lambda: isinstance(app.screen, ChatScreen))
+        await until_chat(pilot)
+        assert controller.progress is not None
         await ask(pilot, "first")
         await until(pilot, lambda: "hot" in controller.partial)
         app.screen.query_one(Composer).insert("a draft")
@@ -89,7 +94,7 @@ async def test_engine_killed_mid_reply_is_restarted_and_partial_kept(make_app, t
     app = make_app(f"die-once={flag}", is_ready=True)
     async with app.run_test(size=(100, 30)) as pilot:
         await pilot.press("enter")
-        await until(pilot, lambda: isinstance(app.screen, ChatScreen))
+        await until_chat(pilot)
         await ask(pilot, "first")
         await until(pilot, lambda: len(app.screen.query(InfoMessage)) == 2)
         controller = app.controller
@@ -116,7 +121,7 @@ async def test_model_named_on_command_line_is_loaded_at_once(make_app):
     settings = load_settings({"model": "builtin"}, {})
     app = make_app(settings=settings, is_ready=True)
     async with app.run_test(size=(80, 24)) as pilot:
-        await until(pilot, lambda: isinstance(app.screen, ChatScreen))
+        await until_chat(pilot)
 
 
 async def test_escape_stops_preparation_and_menu_stays(make_app):
@@ -145,7 +150,7 @@ async def test_quit_ends_engine(make_app):
     app = make_app(is_ready=True)
     async with app.run_test(size=(80, 24)) as pilot:
         await pilot.press("enter")
-        await until(pilot, lambda: isinstance(app.screen, ChatScreen))
+        await until_chat(pilot)
         pid = app.controller._client.pid
         await pilot.press("ctrl+q")
         await until(pilot, lambda: not app.is_running or app._exit)

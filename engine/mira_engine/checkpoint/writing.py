@@ -226,11 +226,11 @@ class TensorFileWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is not None:
+        if error is not None or self.num_bytes != self.total_bytes:
             self._file.close()
             self._partial.unlink(missing_ok=True)
+            assert error is not None, "fewer or more bytes than the header says"
             return
-        assert self.num_bytes == self.total_bytes, "fewer or more bytes than the header says"
         with disk_errors(self.path):
             try:
                 os.fsync(self._file.fileno())

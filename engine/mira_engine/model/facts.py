@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..checkpoint.experts import expert_modules_of, find_expert_modules, load_config, meta_model
+from ..checkpoint.architecture import load_config, meta_model
+from ..checkpoint.experts import expert_modules_of, find_expert_modules
 from ..checkpoint.formats import ExpertFormat, int8_reference_bytes
 from ..config import EngineConfig
 from ..errors import ConfigError

@@ -7,13 +7,16 @@ ordinary `from_pretrained` finds no place for expert tensors and reads none of t
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
-from ..checkpoint.experts import expert_modules_of, load_config, model_class
+from ..checkpoint.architecture import load_config, model_class
+from ..checkpoint.experts import expert_modules_of
 from ..errors import CheckpointError
 from ..types import ComputeDtype
 from . import experts
@@ -38,7 +41,23 @@ def without_experts(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]
     return type(model_class.__name__, (model_class,), body)
 
 
-def load_backbone(folder: Path, dtype: ComputeDtype, *, attention: str | None = None) -> PreTrainedModel:
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Hides its progress bar and what it says of the experts that are left out on purpose."""
+    verbosity, has_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if has_bar:
+            logging.enable_progress_bar()
+
+
+def load_backbone(
+    folder: Path, dtype: ComputeDtype, *, attention: str | None = None
+) -> PreTrainedModel:
     """Loads everything but the routed experts, in evaluation mode.
 
     Args:
@@ -53,10 +72,7 @@ def load_backbone(folder: Path, dtype: ComputeDtype, *, attention: str | None = 
     experts.register()
     config = load_config(folder)
     stripped = without_experts(model_class(config))
-    logger = logging.getLogger("transformers.modeling_utils")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
+    with _quiet_transformers():
         model, info = stripped.from_pretrained(
             folder,
             config=config,
@@ -65,8 +81,6 @@ def load_backbone(folder: Path, dtype: ComputeDtype, *, attention: str | None = 
             attn_implementation=attention,
             output_loading_info=True,
         )
-    finally:
-        logger.setLevel(level)
     missing = sorted(info["missing_keys"])
     if missing:
         raise CheckpointError(

@@ -94,12 +94,15 @@ class ExpertExecutor:
         """
         if self.is_cancelled():
             raise CancelledError("Stopped.")
-        plan = _LayerPlan(hidden, top_k_index)
         if self.phase is Phase.DRAFT:
+            # The draft only proposes: bfloat16 keeps its packed kernels whatever the target's
+            # arithmetic.
+            plan = _LayerPlan(hidden.to(torch.bfloat16), top_k_index)
             outputs = self._run_draft(module, layer, plan)
         else:
+            plan = _LayerPlan(hidden, top_k_index)
             outputs = _LayerRun(self, module, layer, plan).run()
-        return plan.combine(outputs, top_k_weights)
+        return plan.combine(outputs, top_k_weights).to(hidden.dtype)
 
     def _run_draft(self, module: torch.nn.Module, layer: int, plan: _LayerPlan) -> torch.Tensor:
         assert self.draft is not None
@@ -147,11 +150,10 @@ class ExpertExecutor:
 class _LayerPlan:
     """Tokens of one layer sorted by expert: each expert's rows are one span."""
 
-    __slots__ = ("_hidden", "_outputs", "_perm", "_rows", "flat_experts", "spans", "top_k")
+    __slots__ = ("_outputs", "_perm", "_rows", "flat_experts", "spans", "top_k")
 
     def __init__(self, hidden: torch.Tensor, top_k_index: torch.Tensor) -> None:
         num_tokens, self.top_k = top_k_index.shape
-        self._hidden = hidden
         self._outputs: torch.Tensor | None = None
         self.spans: dict[int, tuple[int, int]] = {}
         if num_tokens == 1:
@@ -194,13 +196,13 @@ class _LayerPlan:
         self._outputs[start:stop] = result
 
     def combine(self, outputs: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        """Weights the outputs and sums over top-k in the router's order. Returns `[T, C]`."""
+        """Weights the outputs, sums over top-k in the router's order. Returns `[T, C]`."""
         if self._perm is not None:
             inverse = torch.empty_like(self._perm)
             inverse[self._perm] = torch.arange(len(self.flat_experts), device=inverse.device)
             outputs = outputs[inverse]
         weighted = outputs.view(-1, self.top_k, outputs.shape[-1]) * top_k_weights.unsqueeze(-1)
-        return weighted.sum(dim=1).to(self._hidden.dtype)
+        return weighted.sum(dim=1)
 
 
 class _LayerRun:

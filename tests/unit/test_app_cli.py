@@ -1,0 +1,150 @@
+"""The command line as a person meets it: a process, its streams and its exit code."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).parents[1] / "app_fakes.py"
+
+
+@pytest.fixture
+def command(tmp_path):
+    def make(*args: str, modes: str = "") -> list[str]:
+        return [sys.executable, str(PROGRAM), str(tmp_path / "marker"), modes, *args]
+
+    return make
+
+
+@pytest.fixture
+def mira(command):
+    def run(*args: str, modes: str = "", stdin: str = ""):
+        return subprocess.run(
+            command(*args, modes=modes), input=stdin, capture_output=True, text=True, timeout=60
+        )
+
+    return run
+
+
+def test_run_prepares_and_prints_reply_alone_on_stdout(mira):
+    done = mira("run", "what is a cache?")
+    assert done.returncode == 0
+    assert done.stdout == "A cache keeps **hot** things near.\n"
+    *before, last = done.stderr.splitlines()
+    assert before[0].startswith("prepare: convert")
+    assert "note: The budget is 75 % of the experts." in before
+    for figure in (
+        "8.0 tok/s", "TTFT 0.25 s", "hits 90.0%", "moved 10.0 MiB", "1.0 MiB per miss",
+        "stalls 2.0 ms/token", "accepted 3.00 per round", "800.0 MiB of 900.0 MiB planned",
+        "experts 300.0 MiB of 360.0 MiB",
+    ):  # fmt: skip
+        assert figure in last
+    assert "prepare:" not in mira("run", "again").stderr
+
+
+def test_run_json_is_one_object_with_everything(mira):
+    done = mira("run", "--json", "hi")
+    answer = json.loads(done.stdout)
+    assert answer["text"] == "A cache keeps **hot** things near."
+    assert answer["reason"] == "stop"
+    assert answer["stats"]["num_hits"] == 90
+    assert answer["stats"]["tokens_per_s"] == 8.0
+    assert answer["plan"]["num_slots"] == 240
+    assert answer["notices"][0]["code"] == "budget-default"
+
+
+@pytest.mark.parametrize("args", [(), ("-",)])
+def test_run_reads_prompt_from_standard_input(mira, args):
+    assert mira("run", *args, stdin="hello").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("args", "modes", "code", "said"),
+    [
+        (("run", " "), "", 2, "prompt is empty"),
+        (("run", "-k", "99", "x"), "", 2, "0 to 32"),
+        (("run", "--budget", "lots", "x"), "", 2, "300MiB"),
+        (("run", "--precision", "int3", "x"), "", 2, "nested"),
+        (("run", "--no-such-option", "x"), "", 2, "No such option"),
+        (("--model", "m", "run", "x"), "", 2, "options come after"),
+        (("run", "--model", "nope", "x"), "", 1, "no model 'nope'"),
+        (("run", "x"), "fail-load", 2, "20.0 MiB"),
+        (("run", "x"), "fail-reply", 1, "hint: Less."),
+        (("run", "x"), "die-mid-reply", 1, "SIGKILL"),
+        (("run", "x"), "die-at-start", 1, "boom: no such library"),
+        (("run", "x"), "wrong-version", 1, "protocol 999"),
+        (("prepare", "nope"), "", 1, "no model 'nope'"),
+    ],
+)
+def test_failures_have_message_and_exit_code_and_no_traceback(mira, args, modes, code, said):
+    done = mira(*args, modes=modes)
+    assert done.returncode == code
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_run_keeps_partial_text_when_reply_fails(mira):
+    assert mira("run", "x", modes="fail-reply").stdout == "A cache keeps \n"
+
+
+def test_run_strips_terminal_control_from_reply_but_not_from_json(mira):
+    assert mira("run", "x", modes="escapes").stdout == "safe red done\n\tend\n"
+    assert "\x1b[31m" in json.loads(mira("run", "--json", "x", modes="escapes").stdout)["text"]
+
+
+def test_interrupt_keeps_text_states_figures_and_exits_130(command):
+    with subprocess.Popen(
+        command("run", "x", modes="slow"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
+    ) as process:
+        begun = process.stdout.read(5)
+        process.send_signal(signal.SIGINT)
+        rest, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert (begun + rest).startswith(b"A cache ")
+    assert (begun + rest).endswith(b"\n")
+    assert b"tok/s" in err
+    assert b"Traceback" not in err
+
+
+def test_interrupt_while_preparing_exits_130(command):
+    with subprocess.Popen(
+        command("run", "x", modes="slow-prepare"),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        rest, err = process.communicate(timeout=30)
+    assert (process.returncode, rest) == (130, "")
+    assert "Traceback" not in err
+
+
+def test_reader_that_goes_away_ends_run_quietly(command):
+    with subprocess.Popen(
+        command("run", "x", modes="slow"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        process.stdout.read(10)
+        process.stdout.close()
+        err = process.stderr.read()
+        process.wait(timeout=30)
+    assert process.returncode == 1
+    assert "Traceback" not in err
+    assert "Exception ignored" not in err
+
+
+def test_no_arguments_without_terminal_answers_one_fixed_question(mira):
+    done = mira()
+    assert done.returncode == 0
+    assert done.stdout == "A cache keeps **hot** things near.\n"
+    assert "> In one sentence: what is a cache?" in done.stderr
+
+
+def test_prepare_models_and_version(mira):
+    assert "not prepared" in mira("models").stdout
+    assert mira("prepare", "builtin").returncode == 0
+    assert json.loads(mira("models", "--json").stdout)[0]["is_ready"]
+    assert mira("--version").stdout.startswith("mira-chat ")

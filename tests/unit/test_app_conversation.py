@@ -1,0 +1,65 @@
+"""The tree of turns."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mira_app.conversation import Conversation, Role, TurnStatus
+
+
+def contents(conversation: Conversation) -> list[str]:
+    return [message.content for message in conversation.messages()]
+
+
+def test_messages_follow_the_path_with_system_prompt_first():
+    chat = Conversation(system_prompt="be kind").with_user("q").with_reply("a").with_user("r")
+    assert contents(chat) == ["be kind", "q", "a", "r"]
+    assert [m.role for m in chat.messages()] == ["system", "user", "assistant", "user"]
+
+
+def test_regenerated_reply_is_a_sibling_and_old_one_can_be_shown_again():
+    chat = Conversation().with_user("q").with_reply("one")
+    again = chat.before_reply().with_reply("two")
+    assert [t.content for t in again.siblings(again.head_id)] == ["one", "two"]
+    assert contents(again) == ["q", "two"]
+    assert contents(again.at(chat.head_id)) == ["q", "one"]
+
+
+def test_partial_reply_stays_and_empty_one_is_left_out_with_its_question():
+    chat = Conversation().with_user("q").with_reply("hal", status=TurnStatus.STOPPED)
+    assert contents(chat.with_user("r")) == ["q", "hal", "r"]
+    broken = Conversation().with_user("q").with_reply("", status=TurnStatus.ERROR)
+    assert contents(broken.with_user("r")) == ["r"]
+
+
+def test_operations_leave_the_old_conversation_alone():
+    chat = Conversation().with_user("q")
+    chat.with_reply("a")
+    assert len(chat.turns) == 1
+
+
+def test_reply_without_question_and_regenerate_of_nothing_are_refused():
+    with pytest.raises(ValueError, match="question"):
+        Conversation().with_reply("a")
+    with pytest.raises(ValueError, match="question"):
+        Conversation().before_reply()
+    with pytest.raises(ValueError, match="no turn"):
+        Conversation().at(0)
+
+
+@given(st.lists(st.sampled_from(["ask", "reply", "empty", "again"]), max_size=20))
+def test_roles_always_alternate_and_end_with_the_question(steps):
+    chat = Conversation()
+    for step in steps:
+        head = chat.head
+        if step == "ask":
+            chat = chat.with_user(f"q{len(chat.turns)}")
+        elif step == "again" and head is not None:
+            chat = chat.before_reply()
+        elif head is not None and head.role is Role.USER:
+            chat = chat.with_reply("" if step == "empty" else "a")
+    roles = [message.role for message in chat.messages()]
+    assert all(a != b for a, b in zip(roles, roles[1:], strict=False))
+    if chat.head is not None and chat.head.role is Role.USER:
+        assert chat.messages()[-1].content == chat.head.content

@@ -1,0 +1,72 @@
+"""Defaults, environment, flags, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from mira_app.paths import data_dir, log_dir
+from mira_app.settings import load_settings
+from mira_engine.api import ComputeDtype, ConfigError, MemoryAmount, Precision
+
+
+def test_defaults_leave_the_engine_its_own():
+    settings = load_settings({"k": None, "budget": None}, {})
+    assert settings.model == "builtin"
+    assert not settings.is_model_given
+    assert settings.engine.budget is None
+    assert settings.engine.num_draft_tokens is None
+
+
+def test_flags_win_over_environment_and_environment_over_defaults():
+    environ = {"MIRA_CHAT_BUDGET": "40%", "MIRA_CHAT_K": "2", "MIRA_CHAT_PRECISION": "int8"}
+    settings = load_settings({"k": 8, "dtype": "float32"}, environ)
+    assert settings.engine.budget == MemoryAmount(share=0.4)
+    assert settings.engine.num_draft_tokens == 8
+    assert settings.engine.precision is Precision.INT8
+    assert settings.engine.dtype is ComputeDtype.FLOAT32
+
+
+def test_link_and_sampling_values_are_converted():
+    settings = load_settings(
+        {"link_rate": "500MB/s", "link_latency": 2.0, "seed": 7, "prefetch": False, "system": ""},
+        {},
+    )
+    assert settings.engine.link.bytes_per_s == 500e6
+    assert settings.engine.link.latency_s == pytest.approx(0.002)
+    assert settings.sampling.seed == 7
+    assert not settings.engine.is_prefetch_enabled
+    assert settings.system_prompt == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("precision", "int3", "nested"),
+        ("dtype", "fp16", "bfloat16"),
+        ("budget", "lots", "300MiB"),
+        ("budget", "0%", "budget"),
+        ("k", "many", "whole number"),
+        ("k", 33, "0 to 32"),
+        ("k", -1, "0 to 32"),
+        ("temperature", "nan", "0 to 10"),
+        ("link_rate", "40%", "link-rate"),
+        ("link_rate", "fast", "link-rate"),
+        ("link_latency", -1, "latency"),
+        ("prefetch", "maybe", "yes or no"),
+        ("max_tokens", 0, "at least 1"),
+        ("colour", "red", "colour"),
+    ],
+)
+def test_values_that_cannot_be_used_are_refused_with_what_can(name, value, said):
+    with pytest.raises(ConfigError) as caught:
+        load_settings({name: value}, {})
+    assert said in str(caught.value)
+
+
+def test_data_dir_variable_moves_data_and_logs(tmp_path):
+    environ = {"MIRA_CHAT_DATA_DIR": str(tmp_path)}
+    assert data_dir(environ) == tmp_path
+    assert log_dir(environ) == tmp_path / "logs"
+    assert data_dir({}).name == "mira-chat"
+    assert isinstance(log_dir({}), Path)
