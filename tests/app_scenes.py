@@ -92,9 +92,11 @@ class Scene:
         self.app.screen.query_one(Composer).cursor_blink = False
 
     async def asking(self, pilot, text: str) -> None:
+        num_requests = len(self.client.requests)
         self.app.screen.query_one(Composer).insert(text)
         await pilot.press("enter")
-        await pilot.pause()
+        while len(self.client.requests) == num_requests:
+            await pilot.pause()
 
     async def answered(self, pilot) -> None:
         await self.chatting(pilot)

@@ -10,6 +10,7 @@ Run as `python fake_engine.py [MODE ...]`; a mode changes one behaviour:
     hang            says that it is ready, then nothing more
     mute-start      says nothing at all
     garbage         sends a line that is no message after the first request
+    unread          answers every request with a failure that names no request
     fail-load       LoadModel ends with a BudgetError
     fail-reply      Generate ends with a ContextLengthError after two tokens
     slow-prepare    preparation goes on until cancelled
@@ -108,6 +109,9 @@ class FakeEngine:
         while (request := self.requests.get()) is not None:
             if isinstance(request, api.Shutdown):
                 return 0
+            if "unread" in self.modes:
+                self.emit(api.RequestFailed(request_id="", code="MiraError", message="Unread."))
+                continue
             if "garbage" in self.modes:
                 print("this is no message", flush=True)
                 continue

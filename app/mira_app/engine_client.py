@@ -33,6 +33,7 @@ from mira_engine.api import (
     Notice,
     PrepareModel,
     Request,
+    RequestFailed,
     Shutdown,
     decode,
     encode,
@@ -192,6 +193,9 @@ class EngineProcess:
                 )
             self._is_ready.set()
             return
+        if isinstance(event, RequestFailed) and not event.request_id:
+            # A request it could not read, so its call would wait for ever.
+            raise EngineProcessError(event.message, hint=event.hint)
         with self._lock:
             if isinstance(event, Notice):
                 # Requests are answered in order, so it belongs to the oldest open call.

@@ -170,6 +170,27 @@ async def test_enter_while_answering_keeps_the_text():
         assert len(scene.app.screen.query(ReplyMessage)) == 2
 
 
+async def test_reply_that_is_over_at_once_is_shown_whole():
+    scene = Scene()
+    async with scene.app.run_test(size=(80, 24)) as pilot:
+        await scene.chatting(pilot)
+        submit = scene.client.submit
+
+        def submit_and_answer(request):
+            call = submit(request)
+            scene.client.deliver_text("short", STATS)
+            scene.client.deliver_done("short", STATS)
+            return call
+
+        scene.client.submit = submit_and_answer
+        await scene.asking(pilot, "q")
+        await scene.poll(pilot)
+        await until(pilot, lambda: scene.controller.stage is Stage.READY)
+        await scene.poll(pilot)
+        assert reply_texts(scene.app) == ["short"]
+        assert "96 tokens" in str(scene.app.screen.query_one(".caption").content)
+
+
 async def test_ctrl_j_begins_new_line_and_enter_sends_both():
     scene = Scene()
     async with scene.app.run_test(size=(80, 24)) as pilot:

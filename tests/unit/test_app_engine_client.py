@@ -135,6 +135,11 @@ def test_line_that_is_no_message_is_reported(make_client):
         list(load(client))
 
 
+def test_request_the_engine_cannot_read_ends_its_call(make_client):
+    with pytest.raises(api.EngineProcessError, match="Unread"):
+        list(load(make_client("unread")))
+
+
 def test_command_that_does_not_exist_is_reported(tmp_path):
     client = EngineClient(["/nonexistent/engine"], log_dir=tmp_path)
     with pytest.raises(api.EngineProcessError, match="cannot be started"):

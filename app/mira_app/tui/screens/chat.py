@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 
 from mira_engine.api import MiraError
@@ -50,6 +51,8 @@ class ChatScreen(Screen[None]):
         self._controller = controller
         self._reply: ReplyMessage | None = None
         self._was_recovering = False
+        # A reply may be over before the widget that shows it is mounted: one at a time.
+        self._drawing = asyncio.Lock()
 
     def compose(self) -> ComposeResult:
         """Lays out the chat with the panel beside or under it."""
@@ -81,14 +84,15 @@ class ChatScreen(Screen[None]):
         if not self._controller.can_send:
             self.notify("One moment: the model is busy. Esc stops it.", severity="warning")
             return
-        try:
-            self._controller.send(event.text.strip())
-        except MiraError as error:
-            await self.show_problem(error)
-            return
-        self.composer.clear()
-        self._reply = await self.messages.add_question(event.text.strip())
-        self._show_state()
+        async with self._drawing:
+            try:
+                self._controller.send(event.text.strip())
+            except MiraError as error:
+                await self.show_problem(error)
+                return
+            self.composer.clear()
+            self._reply = await self.messages.add_question(event.text.strip())
+            self._show_state()
 
     async def action_stop(self) -> None:
         """Stops the reply; never touches what is being written."""
@@ -100,18 +104,19 @@ class ChatScreen(Screen[None]):
         if not self._controller.can_send:
             self.notify("One moment: the model is busy. Esc stops it.", severity="warning")
             return
-        try:
-            self._controller.regenerate()
-        except ValueError:
-            self.notify("There is no question to answer again.", severity="warning")
-            return
-        except MiraError as error:
-            await self.show_problem(error)
-            return
-        head = self._controller.conversation.head
-        assert head is not None
-        self._reply = await self.messages.add_question(head.content)
-        self._show_state()
+        async with self._drawing:
+            try:
+                self._controller.regenerate()
+            except ValueError:
+                self.notify("There is no question to answer again.", severity="warning")
+                return
+            except MiraError as error:
+                await self.show_problem(error)
+                return
+            head = self._controller.conversation.head
+            assert head is not None
+            self._reply = await self.messages.add_question(head.content)
+            self._show_state()
 
     async def action_new_chat(self) -> None:
         """Begins an empty conversation."""
@@ -120,9 +125,10 @@ class ChatScreen(Screen[None]):
         except ValueError:
             self.notify("Esc stops the reply first.", severity="warning")
             return
-        self._reply = None
-        await self.messages.clear()
-        self._show_state()
+        async with self._drawing:
+            self._reply = None
+            await self.messages.clear()
+            self._show_state()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Dims Stop while there is nothing to stop."""
@@ -138,6 +144,10 @@ class ChatScreen(Screen[None]):
 
     async def take(self, update: Update) -> None:
         """Shows what a poll brought."""
+        async with self._drawing:
+            await self._draw(update)
+
+    async def _draw(self, update: Update) -> None:
         if update.text and self._reply is not None:
             await self._reply.write(update.text)
         await self._finish_reply()
