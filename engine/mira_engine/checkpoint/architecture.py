@@ -1,0 +1,106 @@
+"""Which of transformers' model classes a checkpoint's configuration asks for.
+
+Decides from `config.json` alone what is refused: remote code, unknown families, weights
+that are quantised already. Opens no weight file and runs no code of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from ..errors import CheckpointError, UnknownModelError, UnsupportedModelError
+
+
+def load_config(folder: Path) -> PreTrainedConfig:
+    """Reads a checkpoint's configuration and refuses what the engine cannot run.
+
+    No weight file is opened. Repositories that ship code beside a family which
+    transformers has itself are read with transformers' own classes.
+
+    Raises:
+        UnknownModelError: The folder has no `config.json`.
+        CheckpointError: `config.json` cannot be read.
+        UnsupportedModelError: Remote code is needed, or the weights are quantised already.
+    """
+    path = folder / "config.json"
+    if not path.exists():
+        raise UnknownModelError(f"{folder} has no config.json.", hint="Give a model's folder.")
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        family = str(fields.get("model_type", ""))
+        has_code = bool(fields.get("auto_map"))
+        quantisation = fields.get("quantization_config")
+    except (ValueError, AttributeError, OSError) as error:
+        raise CheckpointError(f"{path} is no model configuration.", hint="Download it.") from error
+    if family not in CONFIG_MAPPING:
+        if has_code:
+            raise UnsupportedModelError(
+                f"The model family {family or 'of this folder'!r} needs code from its own "
+                "repository, which is never run here.",
+                hint="Pick a family that transformers has itself.",
+            )
+        raise UnsupportedModelError(
+            f"The model family {family!r} is unknown to transformers {transformers.__version__}.",
+            hint="Pick another model.",
+        )
+    if quantisation:
+        method = quantisation.get("quant_method", "unknown")
+        raise UnsupportedModelError(
+            f"This {family} checkpoint is already quantised ({method}); only float weights are "
+            "read so far.",
+            hint="Pick the bfloat16 form of the model.",
+        )
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (StrictDataclassError, ValueError, TypeError, KeyError, OSError) as error:
+        raise CheckpointError(
+            f"transformers cannot read {path}: {error}", hint="Download it again."
+        ) from error
+    if has_code and _native_class(config) is None:
+        raise UnsupportedModelError(
+            f"This {family} checkpoint needs code from its own repository, which is never run "
+            "here.",
+            hint="Pick a family that transformers has itself.",
+        )
+    return config
+
+
+def _native_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    for name in config.architectures or ():
+        found = getattr(transformers, name, None)
+        if isinstance(found, type) and issubclass(found, PreTrainedModel):
+            return found
+    return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+
+
+def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """Returns transformers' class for `config.architectures`, else its causal model.
+
+    Raises:
+        UnsupportedModelError: transformers has no class for it.
+    """
+    found = _native_class(config)
+    if found is None:
+        raise UnsupportedModelError(
+            f"transformers has no model class for the family {config.model_type}.",
+            hint="Pick another model.",
+        )
+    return found
+
+
+def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
+    """Builds the model without weights: bfloat16 parameters on the meta device.
+
+    Raises:
+        UnsupportedModelError: transformers has no class for it.
+    """
+    with torch.device("meta"):
+        return model_class(config)._from_config(config, dtype=torch.bfloat16)

@@ -1,0 +1,83 @@
+"""Turns a checkpoint's experts into an expert store, one expert at a time.
+
+Memory holds one expert's tensors and records, whatever the model's size. Finished layers
+are kept when the work stops, and never written twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from ..types import Plane, Precision
+from .experts import CheckpointExperts
+from .formats import ExpertFormat, make_format
+from .progress import Progress
+from .store import StoreManifest, StoreWriter
+
+
+def checkpoint_revision(checkpoint: CheckpointExperts) -> str:
+    """Returns a fingerprint of the weights and their configuration, 64 hexadecimal digits."""
+    digest = hashlib.sha256((checkpoint.folder / "config.json").read_bytes())
+    digest.update(checkpoint.shards.fingerprint().encode())
+    return digest.hexdigest()
+
+
+def store_writer(
+    checkpoint: CheckpointExperts, folder: Path, precision: Precision, *, source: str, revision: str
+) -> StoreWriter:
+    """Opens the writer of a store, with what an earlier run has finished in it.
+
+    Raises:
+        FormatError: The format cannot hold these experts.
+        PrepareError: The folder cannot be written.
+    """
+    manifest = StoreManifest.of_format(
+        make_format(precision, checkpoint.shape),
+        num_layers=len(checkpoint.modules),
+        num_experts=checkpoint.num_experts,
+        source=source,
+        revision=revision,
+    )
+    return StoreWriter(folder, manifest)
+
+
+def convert_experts(
+    checkpoint: CheckpointExperts, writer: StoreWriter, precision: Precision, progress: Progress
+) -> None:
+    """Writes the layers that are missing, then the manifest.
+
+    Args:
+        checkpoint: Where the experts come from.
+        writer: Where they go.
+        precision: Format of the store.
+        progress: Reports `bytes` of records after each expert.
+
+    Raises:
+        CheckpointError: A shard cannot be read.
+        FormatError: An expert cannot be held in the format.
+        DiskSpaceError: The disk is full; finished layers are kept.
+        CancelledError: Somebody asked to stop; finished layers are kept.
+    """
+    if writer.is_finished:
+        return
+    fmt = make_format(precision, checkpoint.shape)
+    for layer in range(len(checkpoint.modules)):
+        if not writer.is_layer_done(layer):
+            writer.write_layer(layer, _records(checkpoint, fmt, layer, progress))
+    writer.finish()
+
+
+def _records(
+    checkpoint: CheckpointExperts, fmt: ExpertFormat, layer: int, progress: Progress
+) -> Iterator[Mapping[Plane, torch.Tensor]]:
+    expert_bytes = sum(fmt.record_bytes(plane) for plane in fmt.planes)
+    num_layers, num_experts = len(checkpoint.modules), checkpoint.num_experts
+    for expert in range(num_experts):
+        done = (layer * num_experts + expert) * expert_bytes
+        detail = f"{fmt.precision.value}, layer {layer + 1} of {num_layers}"
+        progress.report("convert", done, num_layers * num_experts * expert_bytes, "bytes", detail)
+        yield fmt.encode(checkpoint.load(layer, expert))

@@ -1,0 +1,141 @@
+"""Sizes of a model that a memory plan follows from, without loading a weight.
+
+Counts parameters on the meta device, and KV and workspace from the configuration.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ..checkpoint.architecture import load_config, meta_model
+from ..checkpoint.experts import expert_modules_of, find_expert_modules
+from ..checkpoint.formats import ExpertFormat, int8_reference_bytes
+from ..config import EngineConfig
+from ..errors import ConfigError
+from ..policy.budget import ModelFacts
+from ..types import Plane, Precision
+from .loader import TORCH_DTYPES
+
+DEFAULT_CONTEXT_TOKENS = 8192
+"""Context where nobody chose one and the model allows more."""
+
+_RUNTIME_BYTES = 160 * 2**20
+"""What torch, the allocator, tokenizer and thread pools take while a model runs.
+Measured 2026-11-29 on two Zen 4 cores, torch 2.13, the built-in model: see log.md."""
+
+
+def context_length(config: PreTrainedConfig, wanted: int | None) -> int:
+    """Returns tokens of KV cache: what is wanted, else the model's own up to 8192.
+
+    Raises:
+        ConfigError: More is wanted than the model was trained for.
+    """
+    text = config.get_text_config()
+    own = getattr(text, "max_position_embeddings", None) or DEFAULT_CONTEXT_TOKENS
+    if wanted is None:
+        return min(own, DEFAULT_CONTEXT_TOKENS)
+    if wanted > own:
+        raise ConfigError.for_field("context", wanted, f"This model reads up to {own} tokens.")
+    return wanted
+
+
+def gather_facts(
+    folder: Path, config: EngineConfig, target: ExpertFormat, draft: ExpertFormat
+) -> ModelFacts:
+    """Collects the sizes for a plan.
+
+    Args:
+        folder: The model's configuration.
+        config: Arithmetic, context and chunk size.
+        target: The target's expert format.
+        draft: Format whose `draft_plane` is kept resident for drafting.
+
+    Raises:
+        UnsupportedModelError: The model has no experts that the engine can run.
+        ConfigError: The context is longer than the model's.
+    """
+    model_config = load_config(folder)
+    model = meta_model(model_config)
+    modules = find_expert_modules(model)
+    dtype = TORCH_DTYPES[config.dtype]
+    assert draft.draft_plane is not None
+    whole = sum(target.record_bytes(plane) for plane in target.planes)
+    lo_only = target.record_bytes(Plane.LO) if target.precision is Precision.NESTED else whole
+    num_tokens = context_length(model_config, config.context_length)
+    return ModelFacts(
+        num_layers=len(modules),
+        num_experts_per_layer=modules[0].num_experts,
+        top_k=experts_per_token(model_config),
+        reference_record_bytes=int8_reference_bytes(modules[0].shape),
+        draft_record_bytes=draft.record_bytes(draft.draft_plane),
+        target_record_bytes=lo_only,
+        whole_record_bytes=whole,
+        non_expert_bytes=_non_expert_bytes(model, dtype),
+        kv_bytes=_kv_bytes(model_config, dtype, num_tokens),
+        workspace_bytes=_workspace_bytes(model_config, config, target, num_tokens),
+    )
+
+
+def experts_per_token(config: PreTrainedConfig) -> int:
+    """Returns top-k under any of the names that families give it."""
+    text = config.get_text_config()
+    for name in ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k"):
+        value = getattr(text, name, None)
+        if isinstance(value, int):
+            return value
+        if isinstance(value, (list, tuple)) and value:
+            return max(int(v) for v in value)
+    raise ConfigError(
+        f"The configuration of this {text.model_type} model does not say how many experts a "
+        "token uses.",
+        hint="Pick another model.",
+    )
+
+
+def _non_expert_bytes(model: PreTrainedModel, dtype: torch.dtype) -> int:
+    """Bytes of all parameters and buffers but the routed experts', tied ones once."""
+    routed = {id(p) for _, module in expert_modules_of(model) for p in module.parameters()}
+    total, seen = 0, set()
+    for tensor in (*model.parameters(), *model.buffers()):
+        if id(tensor) in routed or id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        is_small = tensor.numel() < 2**16
+        width = max(4, tensor.element_size()) if is_small else dtype.itemsize
+        total += tensor.numel() * width
+    return total
+
+
+def _kv_bytes(config: PreTrainedConfig, dtype: torch.dtype, num_tokens: int) -> int:
+    """KV cache at `num_tokens`, every layer counted as full attention.
+
+    A growing cache holds its old and its new tensor for a moment, so one layer is
+    counted twice.
+    """
+    text = config.get_text_config()
+    num_heads = text.num_attention_heads
+    if getattr(text, "kv_lora_rank", None):
+        width = text.kv_lora_rank + text.qk_rope_head_dim
+    else:
+        kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // num_heads
+        width = 2 * kv_heads * head_dim
+    return (text.num_hidden_layers + 1) * width * num_tokens * dtype.itemsize
+
+
+def _workspace_bytes(
+    config: PreTrainedConfig, engine: EngineConfig, target: ExpertFormat, num_tokens: int
+) -> int:
+    """Temporaries of the largest prefill chunk, of one unpacked expert, and of torch itself."""
+    text = config.get_text_config()
+    chunk, top_k = engine.prefill_chunk_tokens, experts_per_token(config)
+    shape = target.shape
+    activations = chunk * top_k * (3 * shape.up_rows + 4 * shape.hidden_size) * 4
+    activations += chunk * 24 * text.hidden_size * 4
+    scores = 2 * chunk * num_tokens * 4
+    logits = 34 * text.vocab_size * 4 * 3
+    unpacked = 2 * shape.num_weights * 4
+    return activations + scores + logits + unpacked + _RUNTIME_BYTES

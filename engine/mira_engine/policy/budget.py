@@ -1,0 +1,138 @@
+"""From a memory budget to a plan: draft or not, and how many slots.
+
+Pure: measured facts come in as `ModelFacts`, nothing is probed here. Refuses with the
+missing bytes before anything is loaded.
+
+Source: Mira IV-C (budget in expert slots); DESIGN, "Budget": percentages refer to all
+routed experts in INT8, whatever the precision.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..config import MemoryAmount, format_bytes
+from ..errors import BudgetError
+from ..events import MemoryPlan
+
+DEFAULT_NUM_DRAFT_TOKENS = 4
+"""K where nobody chose one and the draft fits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """Sizes that a plan follows from, in bytes unless said otherwise.
+
+    Attributes:
+        num_layers: MoE layers.
+        num_experts_per_layer: Routed experts of one layer.
+        top_k: Experts of one token in one layer.
+        reference_record_bytes: One expert in INT8.
+        draft_record_bytes: One expert of the INT4 draft.
+        target_record_bytes: What one slot needs beside a resident draft.
+        whole_record_bytes: What one slot needs without a draft.
+        non_expert_bytes: All weights but the routed experts.
+        kv_bytes: KV cache at the full context.
+        workspace_bytes: Temporaries of the largest prefill chunk.
+    """
+
+    num_layers: int
+    num_experts_per_layer: int
+    top_k: int
+    reference_record_bytes: int
+    draft_record_bytes: int
+    target_record_bytes: int
+    whole_record_bytes: int
+    non_expert_bytes: int
+    kv_bytes: int
+    workspace_bytes: int
+
+    @property
+    def num_experts(self) -> int:
+        """Routed experts over all layers."""
+        return self.num_layers * self.num_experts_per_layer
+
+    @property
+    def reference_bytes(self) -> int:
+        """What 100 % means."""
+        return self.num_experts * self.reference_record_bytes
+
+    @property
+    def min_slots(self) -> int:
+        """Fewest slots the engine runs with: one token's experts of one layer."""
+        return self.top_k
+
+
+def plan_memory(
+    facts: ModelFacts, budget: MemoryAmount, num_draft_tokens: int | None
+) -> tuple[MemoryPlan, str]:
+    """Divides the budget into draft and slots.
+
+    Args:
+        facts: The model's sizes.
+        budget: For experts, draft and slots together.
+        num_draft_tokens: K as asked for; `None` drafts where the draft fits.
+
+    Returns:
+        The plan, and a sentence where K had to be given up (else an empty string).
+
+    Raises:
+        BudgetError: Less than the minimum, or no room for the draft that was asked for.
+    """
+    given = budget.resolve(facts.reference_bytes)
+    minimum = facts.min_slots * facts.whole_record_bytes
+    if given < minimum:
+        raise BudgetError(
+            f"A budget of {_describe(budget, given)} is below the minimum of "
+            f"{_in_both(minimum, facts)} for this model and precision.",
+            hint=f"Give at least --budget {_suggest(minimum)}.",
+        )
+    draft_bytes = facts.num_experts * facts.draft_record_bytes
+    minimum_with_draft = draft_bytes + facts.min_slots * facts.target_record_bytes
+    note = ""
+    k = DEFAULT_NUM_DRAFT_TOKENS if num_draft_tokens is None else num_draft_tokens
+    if k > 0 and given < minimum_with_draft:
+        if num_draft_tokens is not None:
+            raise BudgetError(
+                f"K = {k} needs the INT4 draft resident: {_in_both(minimum_with_draft, facts)} "
+                f"with the fewest slots; the budget of {_describe(budget, given)} is "
+                f"{format_bytes(minimum_with_draft - given)} short.",
+                hint=f"Give at least --budget {_suggest(minimum_with_draft)}, or -k 0.",
+            )
+        k = 0
+        note = (
+            f"Speculation is off: the INT4 draft needs {_in_both(minimum_with_draft, facts)}, "
+            f"the budget is {_describe(budget, given)}."
+        )
+    has_draft = k > 0
+    slot_bytes = facts.target_record_bytes if has_draft else facts.whole_record_bytes
+    room = given - (draft_bytes if has_draft else 0)
+    num_slots = min(room // slot_bytes, facts.num_experts)
+    plan = MemoryPlan(
+        non_expert_bytes=facts.non_expert_bytes,
+        kv_bytes=facts.kv_bytes,
+        workspace_bytes=facts.workspace_bytes,
+        budget_bytes=given,
+        draft_bytes=draft_bytes if has_draft else 0,
+        slot_bytes=slot_bytes,
+        num_slots=num_slots,
+        reference_bytes=facts.reference_bytes,
+        num_experts=facts.num_experts,
+        num_draft_tokens=k,
+    )
+    return plan, note
+
+
+def _describe(budget: MemoryAmount, given: int) -> str:
+    if budget.share is not None:
+        return f"{budget} ({format_bytes(given)})"
+    return format_bytes(given)
+
+
+def _in_both(num_bytes: int, facts: ModelFacts) -> str:
+    share = -(-1000 * num_bytes // facts.reference_bytes) / 10
+    return f"{format_bytes(num_bytes)} ({share:g}%)"
+
+
+def _suggest(num_bytes: int) -> str:
+    return f"{-(-num_bytes // 2**20)}MiB"

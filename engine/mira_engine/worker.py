@@ -1,0 +1,273 @@
+"""The engine process: requests in on stdin, events out on stdout, the log on stderr.
+
+Three threads. The main thread does one job at a time, in order; the reader thread
+takes requests and applies `Cancel` at once; the heart thread sends `Heartbeat` every
+second, also while the engine computes. Standard output belongs to the protocol alone:
+its descriptor is set aside at the start and descriptor 1 then points at stderr, so that
+nothing a library prints can break a line.
+
+Shut-down order: end of input or `Shutdown` cancels the running job, the main thread
+finishes it, closes the engine, stops the heart, and exits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import queue
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from . import wire
+from .errors import CancelledError, MiraError
+from .events import (
+    PROTOCOL_VERSION,
+    Cancel,
+    EngineReady,
+    Event,
+    Generate,
+    Heartbeat,
+    LoadModel,
+    ModelLoaded,
+    PrepareDone,
+    PrepareModel,
+    PrepareProgress,
+    Request,
+    RequestFailed,
+    Shutdown,
+)
+from .library import ModelLibrary
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+_HEARTBEAT_S = 1.0
+_PROGRESS_INTERVAL_S = 0.2
+
+_Job = PrepareModel | LoadModel | Generate
+
+
+class EventWriter:
+    """Writes events as lines; safe from any thread."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._lock = threading.Lock()
+
+    def send(self, event: Event) -> None:
+        """Writes one event and flushes it."""
+        line = wire.encode(event)
+        with self._lock:
+            self._stream.write(line + "\n")
+            self._stream.flush()
+
+
+class Worker:
+    """Runs jobs for one app.
+
+    Args:
+        library: Where models are.
+        writer: Takes events.
+    """
+
+    def __init__(self, library: ModelLibrary, writer: EventWriter) -> None:
+        self._library = library
+        self._writer = writer
+        self._jobs: queue.Queue[_Job | None] = queue.Queue()
+        self._lock = threading.Lock()
+        self._running_id: str | None = None
+        self._cancelled_ids: set[str] = set()
+        self._engine: Engine | None = None
+
+    # -- reader thread -------------------------------------------------------------------
+
+    def read_requests(self, stream: TextIO) -> None:
+        """Takes requests until the input ends."""
+        for line in stream:
+            if not line.strip():
+                continue
+            try:
+                request = wire.decode(line)
+            except MiraError as error:
+                self._fail("", error)
+                continue
+            if isinstance(request, Shutdown):
+                break
+            self._accept(request)
+        self._cancel_all()
+        self._jobs.put(None)
+
+    def _accept(self, request: Request | Event) -> None:
+        if isinstance(request, Cancel):
+            with self._lock:
+                self._cancelled_ids.add(request.request_id)
+                is_running = self._running_id == request.request_id
+                engine = self._engine
+            if is_running and engine is not None:
+                engine.cancel()
+        elif isinstance(request, (PrepareModel, LoadModel, Generate)):
+            self._jobs.put(request)
+
+    def _cancel_all(self) -> None:
+        with self._lock:
+            if self._running_id is not None:
+                self._cancelled_ids.add(self._running_id)
+            engine = self._engine
+        if engine is not None:
+            engine.cancel()
+
+    # -- main thread ---------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Does jobs until told to stop, then closes the engine."""
+        while True:
+            job = self._jobs.get()
+            if job is None:
+                break
+            self._run_job(job)
+        self._unload()
+
+    def _run_job(self, job: _Job) -> None:
+        with self._lock:
+            if self._engine is not None:
+                self._engine.clear_cancel()
+            self._running_id = job.request_id
+            is_cancelled = job.request_id in self._cancelled_ids
+        try:
+            if is_cancelled:
+                raise CancelledError("Stopped before it began.")
+            if isinstance(job, PrepareModel):
+                self._prepare(job)
+            elif isinstance(job, LoadModel):
+                self._load(job)
+            else:
+                self._generate(job)
+        except MiraError as error:
+            self._fail(job.request_id, error)
+        except MemoryError as error:
+            self._fail(
+                job.request_id,
+                MiraError("The machine's memory is used up.", hint="Give a smaller --budget."),
+            )
+            traceback.print_exception(error)
+        finally:
+            with self._lock:
+                self._running_id = None
+                self._cancelled_ids.discard(job.request_id)
+
+    def _is_cancelled(self, request_id: str) -> bool:
+        with self._lock:
+            return request_id in self._cancelled_ids
+
+    def _fail(self, request_id: str, error: MiraError) -> None:
+        self._writer.send(RequestFailed(request_id=request_id, **error.to_fields()))
+
+    def _prepare(self, job: PrepareModel) -> None:
+        from .prepare import prepare
+
+        last_sent = 0.0
+        last_step = ""
+
+        def on_progress(step: str, done: int, total: int, unit: str, detail: str) -> None:
+            nonlocal last_sent, last_step
+            now = time.monotonic()
+            if step == last_step and done != total and now - last_sent < _PROGRESS_INTERVAL_S:
+                return
+            last_sent, last_step = now, step
+            self._writer.send(
+                PrepareProgress(
+                    request_id=job.request_id,
+                    step=step,
+                    done=done,
+                    total=total,
+                    unit=unit,
+                    detail=detail,
+                )
+            )
+
+        prepare(
+            self._library.resolve(job.model),
+            job.precision,
+            on_progress=on_progress,
+            is_cancelled=lambda: self._is_cancelled(job.request_id),
+        )
+        self._writer.send(
+            PrepareDone(request_id=job.request_id, model=job.model, precision=job.precision)
+        )
+
+    def _load(self, job: LoadModel) -> None:
+        from .engine import Engine
+
+        home = self._library.resolve(job.model)
+        self._unload()
+        engine = Engine.load(home, job.config, on_notice=self._writer.send)
+        with self._lock:
+            self._engine = engine
+        self._writer.send(
+            ModelLoaded(
+                request_id=job.request_id,
+                model=job.model,
+                title=home.title,
+                context_length=engine.context_length,
+                plan=engine.plan,
+                load_s=engine.load_s,
+            )
+        )
+
+    def _generate(self, job: Generate) -> None:
+        if self._engine is None:
+            raise MiraError("No model is loaded.", hint="Pick a model first.")
+        for event in self._engine.stream(job.request_id, job.messages, job.sampling):
+            self._writer.send(event)
+
+    def _unload(self) -> None:
+        with self._lock:
+            engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+
+
+def _beat(writer: EventWriter, stopped: threading.Event) -> None:
+    started = time.monotonic()
+    while not stopped.wait(_HEARTBEAT_S):
+        writer.send(Heartbeat(uptime_s=time.monotonic() - started))
+
+
+def _claim_stdout() -> TextIO:
+    """Sets the protocol's descriptor aside and points descriptor 1 at stderr."""
+    protocol = os.dup(1)
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr
+    return os.fdopen(protocol, "w", encoding="utf-8", newline="\n")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the engine process. Returns its exit code."""
+    parser = argparse.ArgumentParser(prog="mira_engine.worker")
+    parser.add_argument("--data-dir", type=Path, required=True)
+    arguments = parser.parse_args(argv)
+    writer = EventWriter(_claim_stdout())
+    worker = Worker(ModelLibrary(arguments.data_dir), writer)
+    writer.send(EngineReady(protocol_version=PROTOCOL_VERSION, pid=os.getpid()))
+    stopped = threading.Event()
+    heart = threading.Thread(target=_beat, args=(writer, stopped), name="mira-heart", daemon=True)
+    reader = threading.Thread(
+        target=worker.read_requests, args=(sys.stdin,), name="mira-requests", daemon=True
+    )
+    heart.start()
+    reader.start()
+    try:
+        worker.run()
+    except BrokenPipeError:
+        return 1  # The app is gone; nobody is left to tell.
+    finally:
+        stopped.set()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

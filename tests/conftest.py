@@ -1,0 +1,112 @@
+"""What all tests share: one torch thread, no network, tiny checkpoints, empty data folders.
+
+The environment is set before anything imports torch or transformers, and child
+processes inherit it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    import torch
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+# With two threads on a busy two-core machine torch calls stall by tens of milliseconds.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+
+SaveTiny = Callable[..., Path]
+"""`(family, *, seed=0, dtype=torch.float32, max_shard_size="1GB", tokenizer=False) -> Path`."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out the soaks, which run for many minutes, unless `-m` names them."""
+    if "soak" in config.option.markexpr:
+        return
+    soaks = [item for item in items if item.get_closest_marker("soak")]
+    config.hook.pytest_deselected(items=soaks)
+    items[:] = [item for item in items if item not in soaks]
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The checkout's top folder."""
+    return REPOSITORY
+
+
+@pytest.fixture(scope="session")
+def shared_inputs() -> Path:
+    """Folder of the shared real inputs; the test is skipped where there is none."""
+    folder = Path(os.environ.get("MIRA_SHARED", REPOSITORY.parent / "shared"))
+    if not folder.is_dir():
+        pytest.skip(f"no shared inputs at {folder}; set MIRA_SHARED to their folder")
+    return folder
+
+
+@pytest.fixture
+def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty data folder that the app, the engine and child processes use in this test."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    monkeypatch.setenv("MIRA_CHAT_DATA_DIR", str(folder))
+    for variable in ("XDG_CONFIG_HOME", "XDG_STATE_HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME"):
+        monkeypatch.setenv(variable, str(tmp_path / variable.lower()))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> SaveTiny:
+    """Writes a tiny random checkpoint once a session, and returns its folder. Read only."""
+    made: dict[tuple[object, ...], Path] = {}
+
+    def save(
+        family: str,
+        *,
+        seed: int = 0,
+        dtype: torch.dtype | None = None,
+        max_shard_size: str = "1GB",
+        tokenizer: bool = False,
+    ) -> Path:
+        import torch
+        from tiny_models import save_tiny, tiny_tokenizer
+
+        dtype = dtype or torch.float32
+        key = (family, seed, dtype, max_shard_size, tokenizer)
+        if key not in made:
+            folder = tmp_path_factory.mktemp(family)
+            save_tiny(family, folder, seed=seed, dtype=dtype, max_shard_size=max_shard_size)
+            if tokenizer:
+                tiny_tokenizer(folder)
+            made[key] = folder
+        return made[key]
+
+    return save
+
+
+@pytest.fixture(scope="session")
+def builtin_data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data folder with the built-in model prepared as `nested`, once a session. Read only.
+
+    MIRA_TEST_DATA_DIR names a folder that is kept and used again.
+    """
+    kept = os.environ.get("MIRA_TEST_DATA_DIR")
+    folder = Path(kept) if kept else tmp_path_factory.mktemp("builtin-data")
+    subprocess.run(
+        [sys.executable, "-m", "mira_app.cli", "prepare", "builtin", "--plain"],
+        env=os.environ | {"MIRA_CHAT_DATA_DIR": str(folder)},
+        check=True,
+    )
+    return folder

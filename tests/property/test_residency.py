@@ -1,0 +1,167 @@
+"""The residency table under random use: never two experts in a slot, nothing needed lost."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from mira_engine.policy.base import FetchReason
+from mira_engine.policy.eviction import LruEviction
+from mira_engine.policy.residency import ResidencyError, ResidencyTable, SlotState
+from mira_engine.types import ExpertId
+
+EXPERTS = [ExpertId(layer, expert) for layer in range(2) for expert in range(5)]
+
+
+class ResidencyMachine(RuleBasedStateMachine):
+    """Drives the table as the executor may, beside a plain model of what must hold."""
+
+    table_class = ResidencyTable
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = self.table_class(4, LruEviction())
+        self.pins: dict[ExpertId, int] = {}
+        self.loading: dict[ExpertId, int] = {}
+
+    @rule(
+        expert=st.sampled_from(EXPERTS),
+        reason=st.sampled_from(list(FetchReason)),
+        protected=st.sets(st.sampled_from(EXPERTS), max_size=3),
+    )
+    def admit(self, expert: ExpertId, reason: FetchReason, protected: set[ExpertId]) -> None:
+        if self.table.slot_of(expert) is not None:
+            with pytest.raises(ResidencyError):
+                self.table.admit(expert, reason)
+            return
+        fetch = self.table.admit(expert, reason, protected=protected)
+        if fetch is None:
+            for slot in range(4):
+                held = self.table.expert_in(slot)
+                assert held in self.loading or held in self.pins or held in protected
+            return
+        assert fetch.evicted not in self.pins
+        assert fetch.evicted not in self.loading
+        assert fetch.evicted not in protected
+        self.loading[expert] = fetch.slot
+
+    @precondition(lambda self: self.loading)
+    @rule(data=st.data(), failed=st.booleans())
+    def finish_load(self, data: st.DataObject, failed: bool) -> None:
+        expert = data.draw(st.sampled_from(sorted(self.loading)))
+        slot = self.loading[expert]
+        if failed and expert not in self.pins:
+            self.table.abandon(slot)
+            assert self.table.slot_of(expert) is None
+        else:
+            self.table.complete(slot)
+        del self.loading[expert]
+
+    @rule(expert=st.sampled_from(EXPERTS))
+    def pin_and_use(self, expert: ExpertId) -> None:
+        if self.table.slot_of(expert) is None:
+            with pytest.raises(ResidencyError):
+                self.table.pin(expert)
+            return
+        self.table.pin(expert)
+        self.table.use(expert)
+        self.pins[expert] = self.pins.get(expert, 0) + 1
+
+    @rule(expert=st.sampled_from(EXPERTS))
+    def unpin(self, expert: ExpertId) -> None:
+        if expert not in self.pins:
+            with pytest.raises(ResidencyError):
+                self.table.unpin(expert)
+            return
+        self.table.unpin(expert)
+        self.pins[expert] -= 1
+        if not self.pins[expert]:
+            del self.pins[expert]
+
+    @rule(expert=st.sampled_from(EXPERTS))
+    def evict(self, expert: ExpertId) -> None:
+        is_free_to_go = (
+            self.table.is_ready(expert) and expert not in self.pins and expert not in self.loading
+        )
+        if is_free_to_go:
+            self.table.evict(expert)
+        else:
+            with pytest.raises(ResidencyError):
+                self.table.evict(expert)
+
+    @invariant()
+    def every_expert_has_its_own_slot(self) -> None:
+        slots = [slot for _, slot in self.table.residents()]
+        assert len(slots) == len(set(slots)) == self.table.num_used <= 4
+        for expert, slot in self.table.residents():
+            assert self.table.expert_in(slot) == expert
+            assert self.table.state(slot) is not SlotState.FREE
+
+    @invariant()
+    def nothing_pinned_or_loading_is_lost(self) -> None:
+        for expert in self.pins:
+            assert self.table.slot_of(expert) is not None
+        for expert, slot in self.loading.items():
+            assert self.table.slot_of(expert) == slot
+            assert self.table.state(slot) is SlotState.LOADING
+
+
+TestResidency = ResidencyMachine.TestCase
+TestResidency.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+class _ForgetsPins(ResidencyTable):
+    """A planted fault: pinned slots are taken as victims."""
+
+    def _find_victim(self, protected: object) -> ExpertId | None:
+        for expert in self._eviction.victims():
+            if self.state(self._slot_of[expert]) is SlotState.READY:
+                return expert
+        return None
+
+
+def test_machine_catches_a_table_that_forgets_pins() -> None:
+    class Broken(ResidencyMachine):
+        table_class = _ForgetsPins
+
+    Broken.TestCase.settings = settings(
+        max_examples=300,
+        stateful_step_count=40,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        report_multiple_bugs=False,
+    )
+    with pytest.raises((AssertionError, ResidencyError)):
+        Broken.TestCase("runTest").runTest()
+
+
+def test_completing_a_slot_twice_raises() -> None:
+    table = ResidencyTable(1, LruEviction())
+    fetch = table.admit(EXPERTS[0], FetchReason.MISS)
+    assert fetch is not None
+    table.complete(fetch.slot)
+    with pytest.raises(ResidencyError):
+        table.complete(fetch.slot)
+
+
+def test_lru_gives_up_the_least_recently_used() -> None:
+    table = ResidencyTable(2, LruEviction())
+    for expert in EXPERTS[:2]:
+        fetch = table.admit(expert, FetchReason.MISS)
+        assert fetch is not None
+        table.complete(fetch.slot)
+    table.use(EXPERTS[0])
+    fetch = table.admit(EXPERTS[2], FetchReason.MISS)
+    assert fetch is not None
+    assert fetch.evicted == EXPERTS[1]
+
+
+def test_generation_counts_each_tenant() -> None:
+    table = ResidencyTable(1, LruEviction())
+    for count, expert in enumerate(EXPERTS[:3], start=1):
+        fetch = table.admit(expert, FetchReason.MISS)
+        assert fetch is not None
+        table.complete(fetch.slot)
+        assert table.generation(fetch.slot) == count

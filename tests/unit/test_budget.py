@@ -1,0 +1,74 @@
+"""A budget becomes slots, or a refusal that names the missing bytes."""
+
+from __future__ import annotations
+
+import pytest
+from mira_engine.config import MemoryAmount
+from mira_engine.errors import BudgetError
+from mira_engine.policy.budget import DEFAULT_NUM_DRAFT_TOKENS, ModelFacts, plan_memory
+
+MIB = 2**20
+
+FACTS = ModelFacts(
+    num_layers=4,
+    num_experts_per_layer=25,
+    top_k=2,
+    reference_record_bytes=1 * MIB,
+    draft_record_bytes=MIB // 2,
+    target_record_bytes=MIB // 2,
+    whole_record_bytes=1 * MIB,
+    non_expert_bytes=10 * MIB,
+    kv_bytes=2 * MIB,
+    workspace_bytes=3 * MIB,
+)
+
+
+def test_plan_share_refers_to_int8_bytes() -> None:
+    plan, note = plan_memory(FACTS, MemoryAmount(share=0.75), 4)
+    assert plan.budget_bytes == 75 * MIB
+    assert plan.draft_bytes == 50 * MIB
+    assert plan.num_slots == 50
+    assert plan.num_draft_tokens == 4
+    assert plan.total_bytes == 90 * MIB
+    assert not note
+
+
+def test_plan_without_draft_holds_whole_records() -> None:
+    plan, _ = plan_memory(FACTS, MemoryAmount(share=0.75), 0)
+    assert plan.draft_bytes == 0
+    assert plan.num_slots == 75
+
+
+def test_plan_slots_never_exceed_experts() -> None:
+    plan, _ = plan_memory(FACTS, MemoryAmount(share=4.0), 0)
+    assert plan.num_slots == 100
+
+
+def test_plan_experts_stay_within_budget() -> None:
+    for share in (0.05, 0.3, 0.51, 0.77, 1.0, 1.3):
+        plan, _ = plan_memory(FACTS, MemoryAmount(share=share), None)
+        assert plan.draft_bytes + plan.num_slots * plan.slot_bytes <= plan.budget_bytes
+
+
+def test_plan_below_minimum_says_the_minimum() -> None:
+    with pytest.raises(BudgetError) as caught:
+        plan_memory(FACTS, MemoryAmount(num_bytes=MIB), 0)
+    assert "2.0 MiB (2%)" in caught.value.message
+    assert "--budget 2MiB" in caught.value.hint
+
+
+def test_plan_k_without_room_says_the_bytes_it_needs() -> None:
+    with pytest.raises(BudgetError) as caught:
+        plan_memory(FACTS, MemoryAmount(share=0.3), 4)
+    assert "51.0 MiB" in caught.value.message
+    assert "21.0 MiB short" in caught.value.message
+    assert "-k 0" in caught.value.hint
+
+
+def test_plan_default_k_is_given_up_visibly() -> None:
+    plan, note = plan_memory(FACTS, MemoryAmount(share=0.3), None)
+    assert plan.num_draft_tokens == 0
+    assert "Speculation is off" in note
+    plan, note = plan_memory(FACTS, MemoryAmount(share=0.8), None)
+    assert plan.num_draft_tokens == DEFAULT_NUM_DRAFT_TOKENS
+    assert not note

@@ -1,0 +1,111 @@
+"""Messages survive the line of JSON; a foreign line is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+
+import pytest
+from mira_engine import events, wire
+from mira_engine.config import EngineConfig, LinkConfig, MemoryAmount, SamplingConfig
+from mira_engine.errors import (
+    BudgetError,
+    ConfigError,
+    EngineProcessError,
+    MiraError,
+    error_from_fields,
+)
+from mira_engine.types import ComputeDtype, FinishReason, Precision
+
+PLAN = events.MemoryPlan(
+    non_expert_bytes=1, kv_bytes=2, workspace_bytes=3, budget_bytes=4, draft_bytes=5,
+    slot_bytes=6, num_slots=7, reference_bytes=8, num_experts=9, num_draft_tokens=10,
+)  # fmt: skip
+
+MESSAGES = [
+    events.PrepareModel(request_id="r", model="builtin", precision=Precision.INT8),
+    events.LoadModel(
+        request_id="r",
+        model="/a/b c",
+        config=EngineConfig(
+            dtype=ComputeDtype.FLOAT32,
+            budget=MemoryAmount(share=0.4),
+            num_draft_tokens=0,
+            link=LinkConfig(bytes_per_s=5e8, latency_s=1e-3),
+        ),
+    ),
+    events.Generate(
+        request_id="r",
+        messages=(events.ChatMessage(role="user", content="naïve\n\t\u2028 🦀"),),
+        sampling=SamplingConfig(temperature=0.7, seed=3),
+    ),
+    events.Cancel(request_id="r"),
+    events.Shutdown(),
+    events.EngineReady(protocol_version=1, pid=2),
+    events.Heartbeat(uptime_s=2.0),
+    events.Notice(code="c", text="t"),
+    events.PrepareProgress(request_id="r", step="convert", done=1, total=2, unit="layers"),
+    events.PrepareDone(request_id="r", model="m", precision=Precision.NESTED),
+    events.ModelLoaded(
+        request_id="r", model="m", title="M", context_length=5, plan=PLAN, load_s=1.5
+    ),
+    events.PromptProgress(request_id="r", done=1, total=2),
+    events.TokenDelta(request_id="r", text=" \n", num_tokens=1),
+    events.StatsSample(request_id="r", stats=events.ReplyStats(num_hits=3, stall_s=0.25)),
+    events.GenerationDone(
+        request_id="r", text="x", reason=FinishReason.LENGTH, stats=events.ReplyStats()
+    ),
+    events.RequestFailed(request_id="r", code="BudgetError", message="m", hint="h"),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)
+def test_message_survives_the_wire(message: events.Event) -> None:
+    line = wire.encode(message)
+    assert "\n" not in line
+    assert wire.decode(line) == message
+
+
+def test_every_message_class_is_tested() -> None:
+    known = {*typing.get_args(events.Request), *typing.get_args(events.Event)}
+    assert known == {type(m) for m in MESSAGES}
+    assert all(dataclasses.is_dataclass(cls) for cls in known)
+
+
+@pytest.mark.parametrize("line", ["", "{", "[]", '{"type": "Nonsense"}', '{"type": "Cancel"}', "1"])
+def test_foreign_line_is_refused(line: str) -> None:
+    with pytest.raises(EngineProcessError):
+        wire.decode(line)
+
+
+def test_error_crosses_the_boundary_with_its_class_and_hint() -> None:
+    error = error_from_fields(BudgetError("too small", hint="give more").to_fields())
+    assert isinstance(error, BudgetError)
+    assert (error.message, error.hint) == ("too small", "give more")
+    assert type(error_from_fields({"code": "FromTheFuture"})) is MiraError
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("300MiB", MemoryAmount(num_bytes=300 * 2**20)),
+        ("1.5GB", MemoryAmount(num_bytes=1_500_000_000)),
+        ("40%", MemoryAmount(share=0.4)),
+        (" 12 kib ", MemoryAmount(num_bytes=12 * 1024)),
+    ],
+)
+def test_memory_amount_parses(text: str, expected: MemoryAmount) -> None:
+    assert MemoryAmount.parse(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "300", "-5%", "0%", "0MiB", "many", "5 apples", "%"])
+def test_memory_amount_refuses_and_says_what_to_write(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        MemoryAmount.parse(text)
+    assert "300MiB" in caught.value.hint
+
+
+@pytest.mark.parametrize("k", [-1, 33])
+def test_k_out_of_range_is_refused(k: int) -> None:
+    with pytest.raises(ConfigError, match="K cannot be"):
+        EngineConfig(num_draft_tokens=k)
