@@ -83,7 +83,8 @@ Penalty = Annotated[
 ]
 Seed = Annotated[int | None, _option("--seed", metavar="S", help="Seed of the random numbers.")]
 System = Annotated[
-    str | None, _option("--system", metavar="TEXT", help="System prompt; empty for none.")
+    str | None,
+    _option("--system", metavar="TEXT", help="System prompt; without it, the model's own."),
 ]
 Context = Annotated[
     int | None, _option("--context", metavar="N", help="Tokens of context to keep room for.")

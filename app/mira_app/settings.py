@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from mira_engine.api import (
-    DEFAULT_SYSTEM_PROMPT,
     ComputeDtype,
     ConfigError,
     EngineConfig,
@@ -39,14 +38,14 @@ class Settings:
             person named it.
         engine: How the model is loaded.
         sampling: How tokens are chosen.
-        system_prompt: First message of every chat; empty for none.
+        system_prompt: First message of every chat; empty leaves it to the model's template.
     """
 
     model: str = BUILTIN
     is_model_given: bool = False
     engine: EngineConfig = field(default_factory=EngineConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    system_prompt: str = DEFAULT_SYSTEM_PROMPT
+    system_prompt: str = ""
 
 
 def load_settings(flags: Mapping[str, object], environ: Mapping[str, str]) -> Settings:

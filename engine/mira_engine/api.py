@@ -12,7 +12,6 @@ import typing
 from pathlib import Path
 
 from .config import (
-    DEFAULT_SYSTEM_PROMPT,
     MAX_DRAFT_TOKENS,
     EngineConfig,
     LinkConfig,
@@ -71,7 +70,6 @@ if typing.TYPE_CHECKING:
     from .library import ModelHome, ModelLibrary
 
 __all__ = [
-    "DEFAULT_SYSTEM_PROMPT",
     "MAX_DRAFT_TOKENS",
     "PROTOCOL_VERSION",
     "BudgetError",

@@ -15,8 +15,6 @@ from .types import ComputeDtype, Precision
 MAX_DRAFT_TOKENS = 32
 """Largest speculation depth K. Source: Specter, selection of K (K_max = 32)."""
 
-DEFAULT_SYSTEM_PROMPT = "You are a helpful assistant."
-
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|B|%)?\s*$", re.IGNORECASE)
 _UNIT_BYTES = {
     "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,

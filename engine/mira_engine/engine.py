@@ -16,7 +16,14 @@ import torch
 from .checkpoint.formats import BoundExpert, ExpertFormat, NestedFormat
 from .checkpoint.store import ExpertStore
 from .config import EngineConfig, MemoryAmount, SamplingConfig, format_bytes
-from .errors import CancelledError, ContextLengthError, GenerationError, MiraError, StoreError
+from .errors import (
+    CancelledError,
+    ContextLengthError,
+    GenerationError,
+    MiraError,
+    StoreError,
+    check_cancelled,
+)
 from .events import (
     ChatMessage,
     GenerationDone,
@@ -68,10 +75,12 @@ class Engine:
         home: ModelHome,
         config: EngineConfig,
         on_notice: OnNotice,
+        is_cancelled: Callable[[], bool],
     ) -> None:
         self.home = home
         self.config = config
         self._notify = on_notice
+        self._is_load_cancelled = is_cancelled
         self._cancelled = threading.Event()
         self._told: set[str] = set()
         self._probe = MemoryProbe()
@@ -85,7 +94,12 @@ class Engine:
 
     @classmethod
     def load(
-        cls, home: ModelHome, config: EngineConfig, *, on_notice: OnNotice | None = None
+        cls,
+        home: ModelHome,
+        config: EngineConfig,
+        *,
+        on_notice: OnNotice | None = None,
+        is_cancelled: Callable[[], bool] = lambda: False,
     ) -> Engine:
         """Plans, then loads a prepared model.
 
@@ -93,12 +107,19 @@ class Engine:
             home: A model that is ready in `config.precision`.
             config: Precision, budget, K and the rest.
             on_notice: Told every fallback, from the calling thread.
+            is_cancelled: Asked between the steps of loading.
 
         Raises:
+            CancelledError: `is_cancelled` said so.
             StoreError: The model is not prepared in that precision, or damaged.
             BudgetError: The budget is below what is needed; nothing was loaded.
         """
-        return cls(home=home, config=config, on_notice=on_notice or (lambda notice: None))
+        return cls(
+            home=home,
+            config=config,
+            on_notice=on_notice or (lambda notice: None),
+            is_cancelled=is_cancelled,
+        )
 
     # -- loading ---------------------------------------------------------------------------
 
@@ -124,7 +145,9 @@ class Engine:
         """Loads the backbone, allocates the arenas, and connects model and executor."""
         manifest, config = self._target.manifest, self.config
         folder = self.home.backbone_dir
+        check_cancelled(self._is_load_cancelled)
         self.model = load_backbone(folder, config.dtype)
+        check_cancelled(self._is_load_cancelled)
         self._tokenizer = load_tokenizer(folder) if _has_tokenizer(folder) else None
         self._end_ids = end_token_ids(folder, self.model.config, self._tokenizer)
         self.context_length = context_length(self.model.config, config.context_length)
@@ -132,7 +155,11 @@ class Engine:
         draft = None
         if has_draft:
             assert self._draft_source.format.draft_plane is not None
-            draft = DraftArena(self._draft_source, self._draft_source.format.draft_plane)
+            draft = DraftArena(
+                self._draft_source,
+                self._draft_source.format.draft_plane,
+                is_cancelled=self._is_load_cancelled,
+            )
         self._slots = SlotArena(
             self.plan.num_slots, _slot_planes(self._target.format, has_draft), self._target.format
         )

@@ -24,6 +24,8 @@ cross the process boundary (`to_fields`, `error_from_fields`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 
 class MiraError(Exception):
     """Base of all errors of this project.
@@ -118,6 +120,12 @@ class CancelledError(MiraError):
 
 class EngineProcessError(MiraError):
     """The engine process died or does not answer."""
+
+
+def check_cancelled(is_cancelled: Callable[[], bool]) -> None:
+    """Raises `CancelledError` where `is_cancelled` says so."""
+    if is_cancelled():
+        raise CancelledError("Stopped.")
 
 
 def _all_errors(base: type[MiraError]) -> dict[str, type[MiraError]]:

@@ -204,7 +204,12 @@ class Worker:
 
         home = self._library.resolve(job.model)
         self._unload()
-        engine = Engine.load(home, job.config, on_notice=self._writer.send)
+        engine = Engine.load(
+            home,
+            job.config,
+            on_notice=self._writer.send,
+            is_cancelled=lambda: self._is_cancelled(job.request_id),
+        )
         with self._lock:
             self._engine = engine
         self._writer.send(

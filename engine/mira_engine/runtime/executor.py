@@ -21,7 +21,7 @@ import torch
 from mira_kernels.dispatch import linear
 
 from ..checkpoint.formats import BoundExpert
-from ..errors import CancelledError
+from ..errors import check_cancelled
 from ..policy.base import FetchReason
 from ..policy.lookahead import ExpertLookaheadBuffer
 from ..policy.residency import ResidencyTable, SlotState
@@ -92,8 +92,7 @@ class ExpertExecutor:
             CancelledError: The cancel flag was raised.
             StoreError: A record could not be read.
         """
-        if self.is_cancelled():
-            raise CancelledError("Stopped.")
+        check_cancelled(self.is_cancelled)
         if self.phase is Phase.DRAFT:
             # The draft only proposes: bfloat16 keeps its packed kernels whatever the target's
             # arithmetic.
@@ -284,8 +283,7 @@ class _LayerRun:
         landed = executor.transfer.wait_any(_WAIT_SLICE_S)
         executor._traffic().stall_s += time.perf_counter() - started
         executor.collect(landed)
-        if executor.is_cancelled():
-            raise CancelledError("Stopped.")
+        check_cancelled(executor.is_cancelled)
         for item in landed:
             if item.expert in self._waiting:
                 self._waiting.discard(item.expert)

@@ -8,13 +8,14 @@ built here once and reused for every expert that passes through.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from ..checkpoint.formats import BoundExpert, ExpertFormat
 from ..checkpoint.store import ExpertStore
+from ..errors import check_cancelled
 from ..types import RECORD_ALIGNMENT, ExpertId, Plane
 from .disk import open_for_records, read_exactly
 
@@ -53,9 +54,15 @@ class DraftArena:
     Args:
         store: Holds the draft plane (`nested`: its hi planes; else the `int4` store).
         plane: That plane.
+        is_cancelled: Asked before each layer.
+
+    Raises:
+        CancelledError: `is_cancelled` said so.
     """
 
-    def __init__(self, store: ExpertStore, plane: Plane) -> None:
+    def __init__(
+        self, store: ExpertStore, plane: Plane, *, is_cancelled: Callable[[], bool]
+    ) -> None:
         manifest = store.manifest
         self._num_experts = manifest.num_experts
         record_bytes = store.format.record_bytes(plane)
@@ -65,6 +72,7 @@ class DraftArena:
         self.records: list[torch.Tensor] = []
         self.bound: list[BoundExpert] = []
         for layer in range(manifest.num_layers):
+            check_cancelled(is_cancelled)
             part = self._bytes[layer * layer_bytes : (layer + 1) * layer_bytes]
             self._read_layer(store, layer, plane, part)
             for expert in range(manifest.num_experts):
