@@ -22,16 +22,19 @@ PROGRAM = [sys.executable, "-m", "mira_app.cli"]
 PREPARE_TIMEOUT_S = 400.0
 REPLY_TIMEOUT_S = 120.0
 
+SETTINGS = {"MIRA_CHAT_SYSTEM": "You are a helpful assistant.", "MIRA_CHAT_MAX_TOKENS": "160"}
+"""So that the answers stay those below, and a wrong one ends soon."""
+
 STORY = "Write a long story about a lighthouse."
 CAPITAL = "The capital of France is"
-"""Answered with Paris by a wide margin at each token (0.8 in logits), so rounding cannot
-flip it; asked as a question, the first token is a near-tie (0.1)."""
+"""Answered with Paris by a wide margin at each token (0.8 in logits) under that system
+prompt, so rounding cannot flip it; asked as a question, the first token is a near-tie."""
 
 _COUNT = re.compile(r"reply\s+(\d+) tokens")
 
 
-def open_program(**options) -> Terminal:
-    return Terminal(PROGRAM, columns=110, lines=36, timeout_s=60, **options)
+def open_program() -> Terminal:
+    return Terminal(PROGRAM, columns=110, lines=36, timeout_s=60, environment=SETTINGS)
 
 
 def wait_for_chat(terminal: Terminal, timeout_s: float) -> None:
