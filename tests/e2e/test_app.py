@@ -23,7 +23,9 @@ PREPARE_TIMEOUT_S = 400.0
 REPLY_TIMEOUT_S = 120.0
 
 STORY = "Write a long story about a lighthouse."
-CAPITAL = "What is the capital of France?"
+CAPITAL = "The capital of France is"
+"""Answered with Paris by a wide margin at each token (0.8 in logits), so rounding cannot
+flip it; asked as a question, the first token is a near-tie (0.1)."""
 
 _COUNT = re.compile(r"reply\s+(\d+) tokens")
 
