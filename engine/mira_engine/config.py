@@ -138,6 +138,10 @@ class EngineConfig:
         k = self.num_draft_tokens
         if k is not None and not 0 <= k <= MAX_DRAFT_TOKENS:
             raise ConfigError.for_field("K", k, f"Give 0 to {MAX_DRAFT_TOKENS} draft tokens.")
+        if k and self.precision is Precision.INT4:
+            raise ConfigError.for_field(
+                "K", k, "With --precision int4 the target is the draft itself: use -k 0."
+            )
         if self.context_length is not None and self.context_length < 16:
             raise ConfigError.for_field("context", self.context_length, "Give at least 16 tokens.")
         if self.num_reader_threads < 1:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 
-from .checkpoint.formats import BoundExpert, ExpertFormat, NestedFormat
 from .checkpoint.store import ExpertStore
 from .config import EngineConfig, MemoryAmount, SamplingConfig, format_bytes
 from .errors import (
@@ -49,7 +48,7 @@ from .runtime.disk import DiskTransfer
 from .runtime.draft import DraftStage
 from .runtime.executor import ExpertExecutor
 from .runtime.passes import ModelPasses
-from .runtime.slots import DraftArena, SlotArena
+from .runtime.slots import DraftArena, SlotArena, SlotBinder, slot_planes
 from .runtime.telemetry import MemoryProbe, ReplyMeter
 from .runtime.transfer import LinkThrottle
 from .types import ExpertId, FinishReason, Phase, Plane, Precision
@@ -136,7 +135,10 @@ class Engine:
                 f"Experts may use {budget} of their INT8 size "
                 f"({format_bytes(budget.resolve(facts.reference_bytes))}); --budget changes it.",
             )
-        plan, note = plan_memory(facts, budget, self.config.num_draft_tokens)
+        num_draft_tokens = self.config.num_draft_tokens
+        if self.config.precision is Precision.INT4:
+            num_draft_tokens = 0  # The target is the draft itself.
+        plan, note = plan_memory(facts, budget, num_draft_tokens)
         if note:
             self._notice("speculation-off", note)
         return plan
@@ -161,7 +163,9 @@ class Engine:
                 is_cancelled=self._is_load_cancelled,
             )
         self._slots = SlotArena(
-            self.plan.num_slots, _slot_planes(self._target.format, has_draft), self._target.format
+            self.plan.num_slots,
+            slot_planes(self._target.format, has_draft=has_draft),
+            self._target.format,
         )
         throttle = None
         if config.link.is_emulated:
@@ -186,7 +190,7 @@ class Engine:
         self.executor = ExpertExecutor(
             residency=ResidencyTable(self.plan.num_slots, LruEviction()),
             transfer=self.transfer,
-            bind=_Binder(self._target.format, self._slots, draft),
+            bind=SlotBinder(self._target.format, self._slots, draft),
             draft=draft,
             lookahead=self.lookahead,
         )
@@ -393,31 +397,6 @@ class Engine:
     def close(self) -> None:
         """Stops the readers and gives the memory back."""
         self.transfer.close()
-
-
-class _Binder:
-    """Gives the weights of an expert in a slot; a slot's views are built once."""
-
-    def __init__(self, fmt: ExpertFormat, slots: SlotArena, draft: DraftArena | None) -> None:
-        self._draft = draft if isinstance(fmt, NestedFormat) else None
-        if self._draft is not None:
-            assert isinstance(fmt, NestedFormat)
-            self._combine = fmt.combine
-            self._low = [fmt.bind_low(records[Plane.LO]) for records in slots.records]
-        else:
-            self._whole = [fmt.bind(records) for records in slots.records]
-
-    def __call__(self, expert: ExpertId, slot: int) -> BoundExpert:
-        if self._draft is not None:
-            return self._combine(self._draft.expert(*expert), self._low[slot])
-        return self._whole[slot]
-
-
-def _slot_planes(fmt: ExpertFormat, has_draft: bool) -> tuple[Plane, ...]:
-    """Planes that move: a resident draft already holds the hi planes of `nested`."""
-    if has_draft and fmt.precision is Precision.NESTED:
-        return (Plane.LO,)
-    return fmt.planes
 
 
 def _open_stores(home: ModelHome, precision: Precision) -> tuple[ExpertStore, ExpertStore]:

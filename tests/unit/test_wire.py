@@ -109,3 +109,9 @@ def test_memory_amount_refuses_and_says_what_to_write(text: str) -> None:
 def test_k_out_of_range_is_refused(k: int) -> None:
     with pytest.raises(ConfigError, match="K cannot be"):
         EngineConfig(num_draft_tokens=k)
+
+
+def test_drafting_for_the_draft_itself_is_refused() -> None:
+    with pytest.raises(ConfigError, match="K cannot be") as caught:
+        EngineConfig(num_draft_tokens=4, precision=Precision.INT4)
+    assert "-k 0" in caught.value.hint

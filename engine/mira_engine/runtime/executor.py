@@ -113,13 +113,20 @@ class ExpertExecutor:
     def collect(self, landed: list[Completion]) -> None:
         """Marks landed slots READY and counts their bytes.
 
+        A failed record that no layer waits for (a prefetch, or one of a reply that has
+        ended) only loses its slot: whoever needs it asks again, and is told then.
+
         Raises:
-            StoreError: One of them failed; `abandon_failed` gives its slot up.
+            StoreError: A record that is waited for failed; `abandon_failed` gives its
+                slot up.
         """
         traffic = self._traffic()
         for item in landed:
             if item.error is not None:
-                self._failed.append(item)
+                if self.residency.is_pinned(item.slot):
+                    self._failed.append(item)
+                else:
+                    self.residency.abandon(item.slot)
                 continue
             self.residency.complete(item.slot)
             traffic.num_records += 1

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 
-from ..checkpoint.formats import BoundExpert, ExpertFormat
+from ..checkpoint.formats import BoundExpert, ExpertFormat, NestedFormat
 from ..checkpoint.store import ExpertStore
 from ..errors import check_cancelled
-from ..types import RECORD_ALIGNMENT, ExpertId, Plane
+from ..types import RECORD_ALIGNMENT, ExpertId, Plane, Precision
 from .disk import open_for_records, read_exactly
 
 
@@ -69,7 +69,6 @@ class DraftArena:
         layer_bytes = record_bytes * manifest.num_experts
         self.num_bytes = layer_bytes * manifest.num_layers
         self._bytes = aligned_bytes(self.num_bytes)
-        self.records: list[torch.Tensor] = []
         self.bound: list[BoundExpert] = []
         for layer in range(manifest.num_layers):
             check_cancelled(is_cancelled)
@@ -77,7 +76,6 @@ class DraftArena:
             self._read_layer(store, layer, plane, part)
             for expert in range(manifest.num_experts):
                 record = part[expert * record_bytes : (expert + 1) * record_bytes]
-                self.records.append(record)
                 self.bound.append(store.format.bind_draft(record))
 
     @staticmethod
@@ -91,10 +89,38 @@ class DraftArena:
         finally:
             os.close(fd)
 
-    def record(self, expert: ExpertId) -> torch.Tensor:
-        """Returns the expert's draft record, uint8 `[record_bytes]`."""
-        return self.records[expert.layer * self._num_experts + expert.expert]
-
     def expert(self, layer: int, expert: int) -> BoundExpert:
         """Returns the expert's INT4 weights."""
         return self.bound[layer * self._num_experts + expert]
+
+
+def slot_planes(fmt: ExpertFormat, *, has_draft: bool) -> tuple[Plane, ...]:
+    """Returns the planes that move: a resident draft already holds `nested`'s hi planes."""
+    if has_draft and fmt.precision is Precision.NESTED:
+        return (Plane.LO,)
+    return fmt.planes
+
+
+class SlotBinder:
+    """Gives the weights of an expert in a slot; a slot's views are built once.
+
+    Args:
+        fmt: The target's format.
+        slots: The arena.
+        draft: The resident draft; with `nested` its hi planes complete a slot's lo plane.
+    """
+
+    def __init__(self, fmt: ExpertFormat, slots: SlotArena, draft: DraftArena | None) -> None:
+        self._draft: DraftArena | None = None
+        if draft is not None and isinstance(fmt, NestedFormat):
+            self._draft = draft
+            self._combine = fmt.combine
+            self._low = [fmt.bind_low(records[Plane.LO]) for records in slots.records]
+        else:
+            self._whole = [fmt.bind(records) for records in slots.records]
+
+    def __call__(self, expert: ExpertId, slot: int) -> BoundExpert:
+        """Returns the expert's weights, which are in the slot."""
+        if self._draft is not None:
+            return self._combine(self._draft.expert(*expert), self._low[slot])
+        return self._whole[slot]

@@ -1,0 +1,352 @@
+"""The engine on a tiny chat model: chats, limits, bad input, and the process around it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from mira_engine import wire
+from mira_engine.checkpoint.store import ExpertStore, file_name
+from mira_engine.config import EngineConfig, LinkConfig, MemoryAmount, SamplingConfig
+from mira_engine.engine import Engine
+from mira_engine.errors import (
+    BudgetError,
+    ConfigError,
+    ContextLengthError,
+    NonFiniteError,
+    StoreError,
+)
+from mira_engine.events import (
+    Cancel,
+    ChatMessage,
+    EngineReady,
+    Event,
+    Generate,
+    GenerationDone,
+    LoadModel,
+    ModelLoaded,
+    Notice,
+    PrepareDone,
+    PrepareModel,
+    Request,
+    RequestFailed,
+    Shutdown,
+    TokenDelta,
+)
+from mira_engine.library import ModelHome, ModelLibrary
+from mira_engine.prepare import prepare
+from mira_engine.types import ComputeDtype, FinishReason, Plane, Precision
+
+CHAT = (ChatMessage(role="user", content="Hello, who are you?"),)
+CONFIG = EngineConfig(
+    precision=Precision.NESTED,
+    dtype=ComputeDtype.FLOAT32,
+    budget=MemoryAmount(share=2.0),
+    num_draft_tokens=3,
+    context_length=128,
+    num_threads=1,
+)
+
+
+@pytest.fixture(scope="module")
+def home(
+    tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Callable[..., Path]
+) -> ModelHome:
+    """A tiny chat model, prepared."""
+    library = ModelLibrary(tmp_path_factory.mktemp("engine"))
+    made = library.resolve(str(tiny_checkpoint("qwen3_moe", tokenizer=True)))
+    for precision in (Precision.NESTED, Precision.INT8, Precision.BF16):
+        prepare(made, precision, on_progress=lambda *_: None, is_cancelled=lambda: False)
+    return made
+
+
+@pytest.fixture
+def load(home: ModelHome) -> Iterator[Callable[..., Engine]]:
+    engines: list[Engine] = []
+
+    def make(*, notices: list[Notice] | None = None, **changes: object) -> Engine:
+        told = notices if notices is not None else []
+        engine = Engine.load(home, replace(CONFIG, **changes), on_notice=told.append)
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def _text(engine: Engine, sampling: SamplingConfig) -> str:
+    *_, done = engine.stream("r", CHAT, sampling)
+    assert isinstance(done, GenerationDone)
+    return done.text
+
+
+@pytest.mark.parametrize("precision", [Precision.NESTED, Precision.INT8, Precision.BF16])
+def test_text_does_not_depend_on_budget_or_k(
+    load: Callable[..., Engine], precision: Precision
+) -> None:
+    sampling = SamplingConfig(max_new_tokens=30)
+    roomy = load(precision=precision, num_draft_tokens=0, budget=MemoryAmount(share=4.0))
+    expected = _text(roomy, sampling)
+    for share, k in ((0.4, 0), (1.2, 4), (2.0, 8)):
+        engine = load(precision=precision, budget=MemoryAmount(share=share), num_draft_tokens=k)
+        assert _text(engine, sampling) == expected
+        stats = engine.stats()
+        assert 0 < stats.expert_peak_bytes <= engine.plan.budget_bytes
+        assert stats.num_new_tokens <= 30
+
+
+def test_nested_moves_half_of_what_int8_moves(load: Callable[..., Engine]) -> None:
+    nested = load()
+    int8 = load(precision=Precision.INT8)
+    assert nested.transfer.record_bytes * 2 <= int8.transfer.record_bytes + 4096
+    for engine in (nested, int8):
+        _text(engine, SamplingConfig(max_new_tokens=20))
+        stats = engine.stats()
+        assert stats.bytes_moved == stats.num_records_loaded * engine.transfer.record_bytes
+
+
+def test_deltas_add_up_to_the_text(load: Callable[..., Engine]) -> None:
+    events = list(load().stream("r", CHAT, SamplingConfig(max_new_tokens=25)))
+    done = events[-1]
+    assert isinstance(done, GenerationDone)
+    assert "".join(e.text for e in events if isinstance(e, TokenDelta)) == done.text
+    assert sum(e.num_tokens for e in events if isinstance(e, TokenDelta)) == (
+        done.stats.num_new_tokens
+    )
+
+
+def test_sampled_text_repeats_with_its_seed(load: Callable[..., Engine]) -> None:
+    engine = load()
+    sampling = SamplingConfig(temperature=0.9, top_p=0.95, seed=4, max_new_tokens=20)
+    first = _text(engine, sampling)
+    assert _text(engine, sampling) == first
+    assert _text(engine, replace(sampling, seed=5)) != first
+
+
+def test_prompt_longer_than_the_context_is_refused_not_trimmed(
+    load: Callable[..., Engine],
+) -> None:
+    engine = load(context_length=32)
+    before = engine.state.num_cached
+    with pytest.raises(ContextLengthError, match="holds 32"):
+        list(engine.stream("r", (ChatMessage(role="user", content="x" * 200),), SamplingConfig()))
+    assert engine.state.num_cached == before
+
+
+def test_reply_that_fills_the_context_says_so(load: Callable[..., Engine]) -> None:
+    engine = load(context_length=64)
+    engine._end_ids = frozenset()
+    *_, done = engine.stream("r", CHAT, SamplingConfig())
+    assert isinstance(done, GenerationDone)
+    assert done.reason is FinishReason.CONTEXT
+    assert done.stats.num_prompt_tokens + done.stats.num_new_tokens == 64
+
+
+def test_context_beyond_the_model_is_refused(load: Callable[..., Engine]) -> None:
+    with pytest.raises(ConfigError, match="context"):
+        load(context_length=10**7)
+
+
+def test_budget_below_the_minimum_loads_nothing(load: Callable[..., Engine]) -> None:
+    with pytest.raises(BudgetError, match="below the minimum"):
+        load(budget=MemoryAmount(num_bytes=4096))
+
+
+def test_nan_in_the_logits_stops_with_an_error(load: Callable[..., Engine]) -> None:
+    engine = load()
+    weight = engine.model.get_output_embeddings().weight
+    kept = weight[5].clone()
+    with torch.no_grad():
+        weight[5] = float("nan")
+    with pytest.raises(NonFiniteError):
+        list(engine.stream("r", CHAT, SamplingConfig()))
+    with torch.no_grad():
+        weight[5] = kept
+    assert _text(engine, SamplingConfig(max_new_tokens=5))
+
+
+def test_end_of_text_inside_a_draft_ends_the_reply(load: Callable[..., Engine]) -> None:
+    plain = load(num_draft_tokens=0)
+    plain._end_ids = frozenset()
+    prompt = plain.render(CHAT)
+    sampling = SamplingConfig(max_new_tokens=24)
+    tokens = [t for t in plain.reply(prompt, sampling) if isinstance(t, int)]
+    end = next(t for i, t in enumerate(tokens) if i > 2 and t not in tokens[:i])
+    engine = load(num_draft_tokens=8)
+    engine._end_ids = frozenset({end})
+    stopped = [t for t in engine.reply(prompt, sampling) if isinstance(t, int)]
+    assert stopped == tokens[: tokens.index(end) + 1]
+
+
+def test_emulated_link_is_announced_and_slows(load: Callable[..., Engine]) -> None:
+    notices: list[Notice] = []
+    engine = load(
+        notices=notices,
+        budget=MemoryAmount(share=0.4),
+        num_draft_tokens=0,
+        link=LinkConfig(latency_s=0.002),
+    )
+    _text(engine, SamplingConfig(max_new_tokens=8))
+    stats = engine.stats()
+    assert "emulated-link" in [n.code for n in notices]
+    assert stats.num_misses > 0
+    assert stats.stall_s >= 0.002
+
+
+def test_damaged_store_file_is_named(
+    home: ModelHome, tmp_path: Path, load: Callable[..., Engine]
+) -> None:
+    engine = load(budget=MemoryAmount(share=0.4), num_draft_tokens=0)
+    path = home.store_dir(Precision.NESTED) / file_name(1, Plane.LO)
+    content = path.read_bytes()
+    os.truncate(path, 8192)
+    try:
+        with pytest.raises(StoreError, match=path.name):
+            list(engine.stream("r", CHAT, SamplingConfig(max_new_tokens=4)))
+    finally:
+        path.write_bytes(content)
+    assert _text(engine, SamplingConfig(max_new_tokens=4)), "the engine goes on once it is back"
+    ExpertStore.open(home.store_dir(Precision.NESTED)).verify()
+
+
+def test_unprepared_precision_says_what_to_run(home: ModelHome) -> None:
+    with pytest.raises(StoreError, match="mira-chat prepare"):
+        Engine.load(home, replace(CONFIG, precision=Precision.FLOAT32))
+
+
+class WorkerProcess:
+    """The engine process, driven by hand."""
+
+    def __init__(self, data_dir: Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "mira_engine.worker", "--data-dir", str(data_dir)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
+    def send(self, request: Request) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(wire.encode(request) + "\n")
+        self.process.stdin.flush()
+
+    def events(self) -> Iterator[Event]:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            event = wire.decode(line)
+            yield event  # type: ignore[misc]
+
+    def wait_for(self, kind: type) -> Event:
+        for event in self.events():
+            if isinstance(event, RequestFailed) and kind is not RequestFailed:
+                raise AssertionError(event)
+            if isinstance(event, kind):
+                return event
+        raise AssertionError(f"the process ended before {kind.__name__}")
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout):
+            assert stream is not None
+            stream.close()
+
+
+@pytest.fixture
+def worker(home: ModelHome) -> Iterator[WorkerProcess]:
+    made = WorkerProcess(home.root.parent.parent)
+    yield made
+    made.close()
+
+
+def _ask(model: ModelHome) -> tuple[Request, ...]:
+    return (
+        PrepareModel(request_id="p", model=model.name),
+        LoadModel(request_id="l", model=model.name, config=CONFIG),
+    )
+
+
+def test_worker_prepares_loads_answers_cancels_and_ends(
+    worker: WorkerProcess, home: ModelHome
+) -> None:
+    assert isinstance(worker.wait_for(EngineReady), EngineReady)
+    for request, kind in zip(_ask(home), (PrepareDone, ModelLoaded), strict=True):
+        worker.send(request)
+        worker.wait_for(kind)
+    endless = SamplingConfig(temperature=1.5, seed=1)
+    worker.send(Generate(request_id="a", messages=CHAT, sampling=endless))
+    worker.wait_for(TokenDelta)
+    worker.send(Cancel(request_id="a"))
+    first = worker.wait_for(GenerationDone)
+    worker.send(Generate(request_id="b", messages=CHAT, sampling=SamplingConfig(max_new_tokens=6)))
+    second = worker.wait_for(GenerationDone)
+    assert isinstance(first, GenerationDone)
+    assert isinstance(second, GenerationDone)
+    assert first.reason in (FinishReason.CANCELLED, FinishReason.STOP)
+    assert second.request_id == "b"
+    worker.send(Shutdown())
+    assert worker.process.wait(timeout=30) == 0
+
+
+def test_worker_reports_errors_and_goes_on(worker: WorkerProcess, home: ModelHome) -> None:
+    worker.wait_for(EngineReady)
+    worker.send(Generate(request_id="early", messages=CHAT))
+    failed = worker.wait_for(RequestFailed)
+    assert isinstance(failed, RequestFailed)
+    assert failed.request_id == "early"
+    worker.send(PrepareModel(request_id="no", model="/no/such/folder"))
+    failed = worker.wait_for(RequestFailed)
+    assert isinstance(failed, RequestFailed)
+    assert failed.code == "UnknownModelError"
+    worker.send(LoadModel(request_id="l", model=home.name, config=CONFIG))
+    worker.wait_for(ModelLoaded)
+
+
+def test_worker_ends_when_its_input_ends(worker: WorkerProcess, home: ModelHome) -> None:
+    worker.wait_for(EngineReady)
+    worker.send(_ask(home)[1])
+    worker.wait_for(ModelLoaded)
+    worker.send(
+        Generate(request_id="a", messages=CHAT, sampling=SamplingConfig(temperature=2.0, seed=2))
+    )
+    worker.wait_for(TokenDelta)
+    assert worker.process.stdin is not None
+    worker.process.stdin.close()
+    worker.wait_for(GenerationDone)
+    assert worker.process.wait(timeout=30) == 0
+
+
+def test_worker_killed_in_a_reply_leaves_a_model_that_loads(
+    worker: WorkerProcess, home: ModelHome
+) -> None:
+    worker.wait_for(EngineReady)
+    worker.send(_ask(home)[1])
+    worker.wait_for(ModelLoaded)
+    worker.send(Generate(request_id="a", messages=CHAT))
+    worker.wait_for(TokenDelta)
+    worker.process.send_signal(signal.SIGKILL)
+    worker.process.wait(timeout=30)
+    again = WorkerProcess(home.root.parent.parent)
+    try:
+        again.wait_for(EngineReady)
+        again.send(_ask(home)[1])
+        assert isinstance(again.wait_for(ModelLoaded), ModelLoaded)
+    finally:
+        again.close()
+
+
+def test_protocol_lines_are_plain_json(worker: WorkerProcess) -> None:
+    assert worker.process.stdout is not None
+    fields = json.loads(worker.process.stdout.readline())
+    assert fields["type"] == "EngineReady"
