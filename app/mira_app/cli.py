@@ -67,7 +67,8 @@ Dtype = Annotated[
     str | None, _option("--dtype", metavar="D", help="Arithmetic: bfloat16 or float32.")
 ]
 MaxTokens = Annotated[
-    int | None, _option("--max-tokens", metavar="N", help="Most tokens of the reply.")
+    int | None,
+    _option("--max-tokens", metavar="N", help="Most tokens of the reply; 1024 without it."),
 ]
 Temperature = Annotated[
     float | None, _option("--temperature", metavar="T", help="0 takes the likeliest token.")

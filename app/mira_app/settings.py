@@ -26,6 +26,9 @@ from .catalog import BUILTIN
 
 VARIABLE_PREFIX = "MIRA_CHAT_"
 
+DEFAULT_MAX_TOKENS = 1024
+"""Most tokens of a reply where nobody chose: a small model may repeat itself for ever."""
+
 _E = TypeVar("_E", bound=enum.StrEnum)
 
 
@@ -44,7 +47,9 @@ class Settings:
     model: str = BUILTIN
     is_model_given: bool = False
     engine: EngineConfig = field(default_factory=EngineConfig)
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    sampling: SamplingConfig = field(
+        default_factory=lambda: SamplingConfig(max_new_tokens=DEFAULT_MAX_TOKENS)
+    )
     system_prompt: str = ""
 
 
@@ -71,7 +76,9 @@ def load_settings(flags: Mapping[str, object], environ: Mapping[str, str]) -> Se
     parsed = {name: _PARSERS[name](name, value) for name, value in values.items()}
     link = LinkConfig(**_renamed(parsed, {"link_rate": "bytes_per_s", "link_latency": "latency_s"}))
     engine = EngineConfig(link=link, **_renamed(parsed, _ENGINE_FIELDS))
-    sampling = SamplingConfig(**_renamed(parsed, _SAMPLING_FIELDS))
+    sampling = SamplingConfig(
+        **({"max_new_tokens": DEFAULT_MAX_TOKENS} | _renamed(parsed, _SAMPLING_FIELDS))
+    )
     return Settings(
         engine=engine,
         sampling=sampling,

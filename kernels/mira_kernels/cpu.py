@@ -65,7 +65,9 @@ class _Workspace(threading.local):
         """Returns `num_entries` of uninitialised room, valid until asked for again."""
         buffer = self._buffers.get((purpose, dtype))
         if buffer is None or buffer.numel() < num_entries:
-            buffer = torch.empty(num_entries, dtype=dtype)
+            # Outside of any inference mode: such a tensor may be written to in both.
+            with torch.inference_mode(False):
+                buffer = torch.empty(num_entries, dtype=dtype)
             self._buffers[purpose, dtype] = buffer
         return buffer[:num_entries]
 
@@ -75,7 +77,8 @@ _workspace = _Workspace()
 
 @functools.cache
 def _ones(num_entries: int) -> Tensor:
-    return torch.ones(num_entries, dtype=torch.bfloat16)
+    with torch.inference_mode(False):
+        return torch.ones(num_entries, dtype=torch.bfloat16)
 
 
 def int4_linear(x: Tensor, weight: Int4Weight) -> Tensor:

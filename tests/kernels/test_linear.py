@@ -241,3 +241,21 @@ def test_describe_names_every_kind():
     lines = dispatch.describe()
     kinds = ["dense", "int8", "int4", "nested", "float32 arithmetic"]
     assert [line.split(":")[0] for line in lines] == kinds
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_workspace_made_in_inference_mode_serves_outside_of_it(kind):
+    weight, x = make_weight(kind, 128, 64), torch.randn(40, 64)
+    results = []
+
+    def run():
+        for dtype in (torch.float32, torch.bfloat16):
+            with torch.inference_mode():
+                inside = dispatch.linear(x.to(dtype), weight)
+            outside = dispatch.linear(x.to(dtype), weight)
+            results.append(torch.equal(inside.clone(), outside))
+
+    thread = threading.Thread(target=run)  # a thread of its own has a fresh workspace
+    thread.start()
+    thread.join()
+    assert results == [True, True]

@@ -85,7 +85,7 @@ async def test_pick_prepare_chat_stop_and_go_on(make_app):
         await pilot.press("escape")
         await until(pilot, lambda: controller.stage is Stage.READY)
         sent = controller.conversation.messages()
-        assert [m.content for m in sent[1:4:2]] == ["first", "a draft"]
+        assert [m.content for m in sent[0:4:2]] == ["first", "a draft"]
 
 
 async def test_engine_killed_mid_reply_is_restarted_and_partial_kept(make_app, tmp_path):
