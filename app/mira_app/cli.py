@@ -97,6 +97,10 @@ LinkRate = Annotated[
 LinkLatency = Annotated[
     float | None, _option("--link-latency", metavar="MS", help="Add milliseconds to each record.")
 ]
+Threads = Annotated[
+    int | None,
+    _option("--threads", metavar="N", help="Threads of the arithmetic; all cores but one else."),
+]
 NoPrefetch = Annotated[bool, typer.Option("--no-prefetch", help="Load experts on demand only.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 Plain = Annotated[bool, typer.Option("--plain", help="Plain lines: no bars, no colours.")]
@@ -133,6 +137,7 @@ def chat(
     context_length: Context = None,
     link_rate: LinkRate = None,
     link_latency: LinkLatency = None,
+    threads: Threads = None,
     no_prefetch: NoPrefetch = False,
     version: Annotated[
         bool,
@@ -180,6 +185,7 @@ def run(
     context_length: Context = None,
     link_rate: LinkRate = None,
     link_latency: LinkLatency = None,
+    threads: Threads = None,
     no_prefetch: NoPrefetch = False,
     is_json: Json = False,
     is_plain: Plain = False,

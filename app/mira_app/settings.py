@@ -164,6 +164,7 @@ _PARSERS: dict[str, Callable[[str, object], object]] = {
     "context": _whole,
     "link_rate": _rate,
     "link_latency": _milliseconds,
+    "threads": _whole,
     "prefetch": _switch,
     "temperature": _real,
     "top_k": _whole,
@@ -179,6 +180,7 @@ _ENGINE_FIELDS = {
     "budget": "budget",
     "k": "num_draft_tokens",
     "context": "context_length",
+    "threads": "num_threads",
     "prefetch": "is_prefetch_enabled",
 }
 _SAMPLING_FIELDS = {

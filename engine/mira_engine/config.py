@@ -119,7 +119,7 @@ class EngineConfig:
         prefill_chunk_tokens: Most prompt tokens in one forward pass.
         is_prefetch_enabled: Whether the draft's routing loads experts ahead.
         is_direct_io: Whether to ask for O_DIRECT.
-        num_threads: Threads of the arithmetic, `None` for all physical cores.
+        num_threads: Threads of the arithmetic, `None` for all physical cores but one.
     """
 
     precision: Precision = Precision.NESTED

@@ -48,6 +48,7 @@ from .runtime.disk import DiskTransfer
 from .runtime.draft import DraftStage
 from .runtime.executor import ExpertExecutor
 from .runtime.passes import ModelPasses
+from .runtime.probe import default_num_threads
 from .runtime.slots import DraftArena, SlotArena, SlotBinder, slot_planes
 from .runtime.telemetry import MemoryProbe, ReplyMeter
 from .runtime.transfer import LinkThrottle
@@ -84,8 +85,7 @@ class Engine:
         self._told: set[str] = set()
         self._probe = MemoryProbe()
         started = time.perf_counter()
-        if config.num_threads is not None:
-            torch.set_num_threads(config.num_threads)
+        torch.set_num_threads(config.num_threads or default_num_threads())
         self._target, self._draft_source = _open_stores(home, config.precision)
         self.plan = self._make_plan()
         self._arrange_device()

@@ -159,6 +159,7 @@ def main() -> None:
     parser.add_argument("--budget", default="75%")
     parser.add_argument("--precision", default="nested")
     parser.add_argument("--link-rate", type=float, help="emulated link, MB/s")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--data-dir", type=Path, default=None)
     arguments = parser.parse_args()
     root = arguments.data_dir or data_dir()
@@ -174,6 +175,7 @@ def main() -> None:
             num_draft_tokens=num_draft_tokens,
             is_prefetch_enabled=is_prefetch_enabled,
             link=LinkConfig(bytes_per_s=rate),
+            num_threads=arguments.threads,
         )
         engine = Engine.load(home, config)
         engine._end_ids = frozenset()  # every reply has the same number of tokens
@@ -214,6 +216,7 @@ def main() -> None:
                 "precision": precision,
                 "tokens": arguments.tokens,
                 "rounds": arguments.rounds,
+                "threads": arguments.threads,
                 "link_mb_per_s": arguments.link_rate,
                 "tpot_ms": {name: round(value, 2) for name, value in medians.items()},
                 "k4_over_k0": round(medians["k4"] / medians["k0"], 3),
