@@ -253,7 +253,9 @@ class Answerer:
         """On an interrupt cancels the call and takes what still comes, then goes on raising."""
         try:
             yield
-        except (KeyboardInterrupt, BrokenPipeError) as interrupt:
+        except (KeyboardInterrupt, OSError) as interrupt:
+            if not self._client.is_ready:
+                raise  # It would read the request only once it has started.
             self._client.cancel(call)
             with contextlib.suppress(CancelledError, EngineProcessError):
                 for event in call:

@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,21 @@ def test_interrupt_while_preparing_exits_130(command):
         rest, err = process.communicate(timeout=30)
     assert (process.returncode, rest) == (130, "")
     assert "Traceback" not in err
+
+
+def test_interrupt_while_the_engine_starts_ends_at_once(command, tmp_path):
+    log = tmp_path / "logs"
+    with subprocess.Popen(
+        command("run", "x", modes="mute-start"), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        while not any(path.stat().st_size for path in log.glob("*.log")):
+            pass
+        begun = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert b"Traceback" not in err
+    assert time.monotonic() - begun < 2.0
 
 
 def test_reader_that_goes_away_ends_run_quietly(command):
