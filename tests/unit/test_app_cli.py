@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -37,7 +38,7 @@ def test_run_prepares_and_prints_reply_alone_on_stdout(mira):
     assert done.returncode == 0
     assert done.stdout == "A cache keeps **hot** things near.\n"
     *before, last = done.stderr.splitlines()
-    assert before[0].startswith("prepare: convert")
+    assert before[0].startswith("prepare: convert, 1 of 10 layers · layer")
     assert "note: The budget is 75 % of the experts." in before
     for figure in (
         "8.0 tok/s", "TTFT 0.25 s", "hits 90.0%", "moved 10.0 MiB", "1.0 MiB per miss",
@@ -59,6 +60,69 @@ def test_run_json_is_one_object_with_everything(mira):
     assert answer["notices"][0]["code"] == "budget-default"
 
 
+@pytest.mark.parametrize(
+    ("args", "modes", "code", "name", "text"),
+    [
+        (("-k", "99", "x"), "", 2, "ConfigError", ""),
+        ((" ",), "", 2, "ConfigError", ""),
+        (("--model", "nope", "x"), "", 1, "UnknownModelError", ""),
+        (("x",), "fail-load", 2, "BudgetError", ""),
+        (("x",), "fail-reply", 1, "ContextLengthError", "A cache keeps "),
+        (("x",), "die-at-start", 1, "EngineProcessError", ""),
+    ],
+)
+def test_run_json_tells_errors_as_one_object(mira, args, modes, code, name, text):
+    done = mira("run", "--json", *args, modes=modes)
+    answer = json.loads(done.stdout)
+    assert done.returncode == code
+    assert (answer["reason"], answer["text"]) == ("error", text)
+    assert answer["error"]["code"] == name
+    assert answer["error"]["message"]
+    assert "hint" in answer["error"]
+    assert "error: " in done.stderr
+
+
+def test_run_json_without_error_says_so(mira):
+    assert json.loads(mira("run", "--json", "hi").stdout)["error"] is None
+
+
+@pytest.mark.parametrize("args", [("run", "-"), ("run",)])
+def test_prompt_that_is_not_utf8_is_wrong_usage(command, args):
+    done = subprocess.run(command(*args), input=b"caf\xe9", capture_output=True, timeout=60)
+    assert done.returncode == 2
+    assert b"error: The prompt is not UTF-8 text." in done.stderr
+    assert b"Traceback" not in done.stderr
+
+
+def test_prompt_that_is_utf8_is_read_whatever_the_locale(command):
+    done = subprocess.run(
+        command("run"), input="café".encode(), capture_output=True, timeout=60,
+        env=os.environ | {"PYTHONIOENCODING": "latin-1"},
+    )  # fmt: skip
+    assert done.returncode == 0
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize(
+    "args", [("run", "x"), ("run", "--json", "x"), ("models",), ("--help",), ("--version",)]
+)
+def test_output_that_cannot_be_written_is_one_line_of_error(command, args):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            command(*args), stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    assert done.returncode == 1
+    assert "error: The output cannot be used: No space left on device." in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+def test_empty_reply_is_explained(mira):
+    done = mira("run", "x", modes="empty")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "note: the model ended the reply at once." in done.stderr
+
+
 @pytest.mark.parametrize("args", [(), ("-",)])
 def test_run_reads_prompt_from_standard_input(mira, args):
     assert mira("run", *args, stdin="hello").returncode == 0
@@ -71,6 +135,7 @@ def test_run_reads_prompt_from_standard_input(mira, args):
         (("run", "-k", "99", "x"), "", 2, "0 to 32"),
         (("run", "--budget", "lots", "x"), "", 2, "300MiB"),
         (("run", "--precision", "int3", "x"), "", 2, "nested"),
+        (("run", "--seed", "-1", "x"), "", 2, "0 to 9223372036854775807"),
         (("run", "--no-such-option", "x"), "", 2, "No such option"),
         (("--model", "m", "run", "x"), "", 2, "options come after"),
         (("run", "--model", "nope", "x"), "", 1, "no model 'nope'"),
@@ -129,7 +194,7 @@ def test_interrupt_while_the_engine_starts_ends_at_once(command, tmp_path):
     with subprocess.Popen(
         command("run", "x", modes="mute-start"), stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
-        while not any(path.stat().st_size for path in log.glob("*.log")):
+        while process.poll() is None and not any(p.stat().st_size for p in log.glob("*.log")):
             pass
         begun = time.monotonic()
         process.send_signal(signal.SIGINT)
