@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import signal
 import subprocess
@@ -377,6 +378,17 @@ async def test_progress_bar_is_visible_in_a_small_terminal():
         assert menu.bar.region.bottom <= 14
         text = str(menu.step.content)
         assert text.endswith("convert, 12 of 30 layers · layer 12")
+
+
+async def test_header_keeps_a_gap_before_the_state():
+    scene = Scene()
+    async with scene.app.run_test(size=(40, 15)) as pilot:
+        await scene.answered(pilot)
+        scene.controller.loaded = dataclasses.replace(scene.controller.loaded, title="long " * 20)
+        scene.app.screen._show_state()
+        await pilot.pause()
+        state = scene.app.screen.query_one("#state")
+        assert state.content_region.x - scene.app.screen.query_one("#model").region.right >= 2
 
 
 async def test_identical_toasts_do_not_pile_up():

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from mira_app import cli
 
 PROGRAM = Path(__file__).parents[1] / "app_fakes.py"
 
@@ -222,6 +223,18 @@ def test_no_arguments_without_terminal_answers_one_fixed_question(mira):
     assert done.returncode == 0
     assert done.stdout == "A cache keeps **hot** things near.\n"
     assert "> In one sentence: what is a cache?" in done.stderr
+
+
+def test_dumb_terminal_counts_as_none(monkeypatch):
+    class Screen:
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    assert cli._is_terminal(Screen())
+    monkeypatch.setenv("TERM", "dumb")
+    assert not cli._is_terminal(Screen())
+    assert not cli._is_terminal(None)
 
 
 def test_prepare_models_and_version(mira):
