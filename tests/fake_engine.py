@@ -15,6 +15,7 @@ Run as `python fake_engine.py [MODE ...]`; a mode changes one behaviour:
     fail-reply      Generate ends with a ContextLengthError after two tokens
     slow-prepare    preparation goes on until cancelled
     escapes         the reply carries terminal control sequences, split over deltas
+    empty           the reply has no text
     marker=PATH     creates PATH when preparation is done
 """
 
@@ -169,7 +170,7 @@ class FakeEngine:
         )
 
     def generate(self, request: api.Generate) -> None:
-        words = ESCAPES if "escapes" in self.modes else WORDS
+        words = ESCAPES if "escapes" in self.modes else () if "empty" in self.modes else WORDS
         text, reason, num = "", api.FinishReason.STOP, 0
         while num < len(words) or "slow" in self.modes:
             if request.request_id in self.cancelled:

@@ -20,6 +20,7 @@ from mira_engine.api import (
     Generate,
     GenerationDone,
     LoadModel,
+    MiraError,
     ModelLoaded,
     Notice,
     PrepareModel,
@@ -113,7 +114,8 @@ def amount_text(progress: PrepareProgress) -> str:
 
 def progress_text(progress: PrepareProgress) -> str:
     """Formats a whole report on one line."""
-    return f"{progress.step} {amount_text(progress)} {progress.detail}".rstrip()
+    detail = f" · {progress.detail}" if progress.detail else ""
+    return f"{progress.step}, {amount_text(progress)}{detail}"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -125,6 +127,7 @@ class Answer:
     stats: ReplyStats = field(default_factory=ReplyStats)
     loaded: ModelLoaded | None = None
     notices: list[Notice] = field(default_factory=list)
+    error: MiraError | None = None
 
     def to_json(self) -> str:
         """Returns all of it as one JSON object, ASCII only."""
@@ -133,6 +136,7 @@ class Answer:
             {
                 "text": self.text,
                 "reason": self.reason.value,
+                "error": self.error.to_fields() if self.error is not None else None,
                 "model": loaded.model if loaded else None,
                 "title": loaded.title if loaded else None,
                 "context_length": loaded.context_length if loaded else None,
@@ -236,6 +240,8 @@ class Answerer:
             with self._cancelling(generating, take):
                 for event in generating:
                     take(event)
+            if answer.reason is FinishReason.STOP and not answer.text.strip():
+                print("note: the model ended the reply at once.", file=self._err, flush=True)
         finally:
             if out is not None and answer.text and not answer.text.endswith("\n"):
                 out.write("\n")
@@ -253,7 +259,9 @@ class Answerer:
         """On an interrupt cancels the call and takes what still comes, then goes on raising."""
         try:
             yield
-        except (KeyboardInterrupt, BrokenPipeError) as interrupt:
+        except (KeyboardInterrupt, OSError) as interrupt:
+            if not self._client.is_ready:
+                raise  # It would read the request only once it has started.
             self._client.cancel(call)
             with contextlib.suppress(CancelledError, EngineProcessError):
                 for event in call:

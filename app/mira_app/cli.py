@@ -1,7 +1,7 @@
 """The command line: `mira-chat` and its subcommands.
 
 Imports only what parses arguments; each command imports its own parts when it runs.
-Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
+How commands end is in `reporting`.
 """
 
 from __future__ import annotations
@@ -9,16 +9,17 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from mira_engine.api import MiraError
+from .reporting import reporting_errors, reporting_streams
 
-    from .answer import Answerer
+if TYPE_CHECKING:
+    from typing import TextIO
+
+    from .answer import Answer, Answerer
     from .catalog import Catalog
     from .engine_client import EngineClient
     from .settings import Settings
@@ -33,7 +34,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Chat in the terminal with Mixture-of-Experts models that do not fit your GPU.",
+    help="Chat in the terminal with Mixture-of-Experts models that do not fit the memory you "
+    "give them.",
 )
 
 _MODEL, _ENGINE, _REPLY, _OUTPUT = "Model", "Engine", "Reply", "Output"
@@ -156,9 +158,9 @@ def chat(
                 f"options come after the command: mira-chat {context.invoked_subcommand} --..."
             )
         return
-    with _reporting_errors():
+    with reporting_errors():
         settings = _settings(flags)
-        if sys.stdin.isatty() and sys.stdout.isatty():
+        if _is_terminal(sys.stdin) and _is_terminal(sys.stdout):
             _open_app(settings)
         else:
             _answer_fixed_question(settings, has_own_limit=max_tokens is not None)
@@ -192,8 +194,12 @@ def run(
 ) -> None:
     """Answers one prompt: the reply alone on stdout, one line of figures on stderr."""
     flags = _flags(locals())
-    with _reporting_errors():
-        _run(_read_prompt(prompt), _settings(flags), is_json=is_json, is_plain=is_plain)
+    from .answer import Answer
+
+    answer = Answer()
+    with reporting_errors(answer if is_json else None):
+        settings = _settings(flags)
+        _run(_read_prompt(prompt), settings, answer, is_json=is_json, is_plain=is_plain)
 
 
 @app.command()
@@ -203,7 +209,7 @@ def prepare(
     is_plain: Plain = False,
 ) -> None:
     """Makes a model ready: fetches, checks, converts. Goes on where it was interrupted."""
-    with _reporting_errors():
+    with reporting_errors():
         settings = _settings({"model": model, "precision": precision})
         with make_client() as client:
             _answerer(client, settings, is_plain=is_plain).prepare()
@@ -213,7 +219,7 @@ def prepare(
 @app.command()
 def models(precision: Target = None, is_json: Json = False) -> None:
     """Lists the models one can pick."""
-    with _reporting_errors():
+    with reporting_errors():
         wanted = _settings({"precision": precision}).engine.precision
         entries = make_catalog().entries(wanted)
         if is_json:
@@ -266,19 +272,34 @@ def _settings(flags: dict[str, object]) -> Settings:
 def _read_prompt(given: str | None) -> str:
     from mira_engine.api import ConfigError
 
-    if given is None and sys.stdin.isatty():
-        raise ConfigError("There is no prompt.", hint='Write: mira-chat run "your question".')
-    prompt = sys.stdin.read() if given in (None, "-") else given
-    assert prompt is not None
+    if given in (None, "-"):
+        if sys.stdin is None or (given is None and sys.stdin.isatty()):
+            raise ConfigError("There is no prompt.", hint='Write: mira-chat run "your question".')
+        # Not as the locale says: another encoding would pass for a strange question.
+        with contextlib.suppress(AttributeError):
+            sys.stdin.reconfigure(encoding="utf-8", errors="strict")
+    try:
+        prompt = sys.stdin.read() if given in (None, "-") else given
+        assert prompt is not None
+        prompt.encode("utf-8")
+    except UnicodeError:
+        raise ConfigError(
+            "The prompt is not UTF-8 text.", hint="Convert it, for example with iconv -t utf-8."
+        ) from None
     if not prompt.strip():
         raise ConfigError("The prompt is empty.", hint="Ask something.")
     return prompt
 
 
+def _is_terminal(stream: TextIO | None) -> bool:
+    """Whether a stream can show bars and screens; a dumb terminal is as good as a file."""
+    return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
 def _answerer(client: EngineClient, settings: Settings, *, is_plain: bool) -> Answerer:
     from .answer import Answerer, BarProgress, LineProgress
 
-    is_drawing = sys.stderr.isatty() and not is_plain
+    is_drawing = _is_terminal(sys.stderr) and not is_plain
     return Answerer(
         client,
         make_catalog(),
@@ -288,13 +309,10 @@ def _answerer(client: EngineClient, settings: Settings, *, is_plain: bool) -> An
     )
 
 
-def _run(prompt: str, settings: Settings, *, is_json: bool, is_plain: bool) -> None:
-    from .answer import Answer
-
+def _run(prompt: str, settings: Settings, answer: Answer, *, is_json: bool, is_plain: bool) -> None:
     # A terminal that cannot show a character gets a question mark, not a crash.
     with contextlib.suppress(AttributeError):
         sys.stdout.reconfigure(errors="replace")
-    answer = Answer()
     with make_client() as client:
         answerer = _answerer(client, settings, is_plain=is_plain)
         try:
@@ -302,8 +320,6 @@ def _run(prompt: str, settings: Settings, *, is_json: bool, is_plain: bool) -> N
         finally:
             if answer.stats.num_new_tokens and not is_json:
                 typer.echo(answerer.stats_line(answer), err=True)
-            if is_json and answer.loaded is not None:
-                typer.echo(answer.to_json())
     if answer.reason.value == "cancelled":
         raise KeyboardInterrupt
 
@@ -311,12 +327,14 @@ def _run(prompt: str, settings: Settings, *, is_json: bool, is_plain: bool) -> N
 def _answer_fixed_question(settings: Settings, *, has_own_limit: bool) -> None:
     import dataclasses
 
+    from .answer import Answer
+
     if not has_own_limit and settings.sampling.max_new_tokens is None:
         sampling = dataclasses.replace(settings.sampling, max_new_tokens=FIXED_MAX_TOKENS)
         settings = dataclasses.replace(settings, sampling=sampling)
     typer.echo("note: there is no terminal here; asking one question.", err=True)
     typer.echo(f"> {FIXED_QUESTION}", err=True)
-    _run(FIXED_QUESTION, settings, is_json=False, is_plain=True)
+    _run(FIXED_QUESTION, settings, Answer(), is_json=False, is_plain=True)
 
 
 def _open_app(settings: Settings) -> None:
@@ -330,42 +348,10 @@ def _open_app(settings: Settings) -> None:
         client.close()
 
 
-@contextlib.contextmanager
-def _reporting_errors() -> Iterator[None]:
-    """Turns what can go wrong into a message, a hint and an exit code."""
-    from mira_engine.api import BudgetError, CancelledError, ConfigError, MiraError
-
-    try:
-        yield
-    except (ConfigError, BudgetError) as error:
-        _print_error(error)
-        raise typer.Exit(2) from None
-    except CancelledError as error:
-        _print_error(error)
-        raise typer.Exit(130) from None
-    except MiraError as error:
-        _print_error(error)
-        raise typer.Exit(1) from None
-    except BrokenPipeError:
-        # Whoever read the reply has gone; say nothing more to that pipe at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(1) from None
-    except KeyboardInterrupt:
-        typer.echo("interrupted", err=True)
-        raise typer.Exit(130) from None
-
-
-def _print_error(error: MiraError) -> None:
-    from .sanitise import sanitise
-
-    typer.echo(f"error: {sanitise(error.message)}", err=True)
-    if error.hint:
-        typer.echo(f"hint: {sanitise(error.hint)}", err=True)
-
-
 def main() -> None:
     """Runs the command line."""
-    app(prog_name=Path(sys.argv[0]).name if sys.argv[0].endswith("mira-chat") else "mira-chat")
+    with reporting_streams():
+        app(prog_name=Path(sys.argv[0]).name if sys.argv[0].endswith("mira-chat") else "mira-chat")
 
 
 if __name__ == "__main__":

@@ -40,12 +40,14 @@ from mira_engine.api import (
 )
 
 from .engine_call import EngineCall
+from .engine_log import log_tail, make_log_file
 
-_NUM_KEPT_LOGS = 5
-_NUM_TAIL_LINES = 6
-_MAX_TAIL_BYTES = 16384
 _MAX_QUEUED_REQUESTS = 64
 _CHILD_ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+_MEMORY_HINT = (
+    "What was finished is kept: try again. If it happens again the machine may be out of "
+    "memory; then give a smaller budget."
+)
 
 
 class EngineProcess:
@@ -70,8 +72,8 @@ class EngineProcess:
         self._is_closing = False
         self._num_events = 0
         self._error: EngineProcessError | None = None
-        self.process_notices: dict[str, Notice] = {}
-        self.load_notices: dict[str, Notice] = {}
+        self._process_notices: dict[str, Notice] = {}
+        self._load_notices: dict[str, Notice] = {}
         with log_path.open("ab") as log:
             self._log_start = log.tell()
             try:
@@ -110,6 +112,17 @@ class EngineProcess:
         """Why the process ended, or `None` while it runs and after an ordered shutdown."""
         return self._error if self._has_ended.is_set() else None
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the process has introduced itself; only then it reads requests."""
+        return self._is_ready.is_set()
+
+    @property
+    def notices(self) -> tuple[Notice, ...]:
+        """Notices in force: of the process, and of the model loaded last."""
+        with self._lock:
+            return tuple({**self._process_notices, **self._load_notices}.values())
+
     def send(self, request: Request, call: EngineCall | None = None) -> None:
         """Queues a request without blocking; `call` gets the events that answer it."""
         with self._lock:
@@ -119,7 +132,7 @@ class EngineProcess:
                     return
                 self._calls[call.request_id] = call
                 if isinstance(request, LoadModel):
-                    self.load_notices = {}
+                    self._load_notices = {}
         try:
             self._outbox.put_nowait(request)
         except queue.Full:
@@ -168,16 +181,19 @@ class EngineProcess:
 
     def _read(self) -> None:
         assert self._child.stdout is not None
-        with self._child.stdout as pipe:
-            for line in pipe:
-                self._num_events += 1
-                try:
-                    event = decode(line.decode("utf-8", "replace"))
-                    self._dispatch(event)
-                except EngineProcessError as error:
-                    self._break(error.message, error.hint)
-                    break
-        self._end()
+        try:
+            with self._child.stdout as pipe:
+                for line in pipe:
+                    self._num_events += 1
+                    try:
+                        event = decode(line.decode("utf-8", "replace"))
+                        self._dispatch(event)
+                    except EngineProcessError as error:
+                        self._break(error.message, error.hint)
+                        break
+        finally:
+            # Whatever went wrong here: nobody may wait for this process any longer.
+            self._end()
 
     def _dispatch(self, event: object) -> None:
         if not self._is_ready.is_set():
@@ -200,7 +216,7 @@ class EngineProcess:
             if isinstance(event, Notice):
                 # Requests are answered in order, so it belongs to the oldest open call.
                 call = next(iter(self._calls.values()), None)
-                kept = self.process_notices if call is None else self.load_notices
+                kept = self._process_notices if call is None else self._load_notices
                 kept[event.code] = event
             else:
                 call = self._calls.get(getattr(event, "request_id", ""))
@@ -233,32 +249,45 @@ class EngineProcess:
             elif silent_s > self._heartbeat_timeout_s and not self._is_closing:
                 self._break(
                     f"The engine process gave no sign of life for {silent_s:.0f} s.",
-                    "The machine may be out of memory; try a smaller budget.",
+                    _MEMORY_HINT,
                 )
 
     def _break(self, message: str, hint: str) -> None:
-        with self._lock:
-            if self._error is None:
-                self._error = EngineProcessError(message + self._tail_text(), hint=hint)
-        if self._child.poll() is None:
-            self._child.kill()
+        try:
+            text = message + self._tail_text()
+            with self._lock:
+                if self._error is None:
+                    self._error = EngineProcessError(text, hint=hint)
+        finally:
+            if self._child.poll() is None:
+                self._child.kill()
 
     def _end(self) -> None:
         """Runs once, in the reader, when the engine's standard output has ended."""
         try:
-            code = self._child.wait(timeout=2.0)
-        except subprocess.TimeoutExpired:
-            self._child.kill()
-            code = self._child.wait()
-        with self._lock:
+            code = self._wait_or_kill()
             if self._error is None and not self._is_closing:
-                self._error = self._death_error(code)
-            open_calls = list(self._calls.values())
-            self._calls.clear()
-            self._has_ended.set()
-        closed = EngineProcessError("The engine process was shut down.")
-        for call in open_calls:
-            call.fail(self._error or closed)
+                death = self._death_error(code)
+                with self._lock:
+                    self._error = self._error or death
+        finally:
+            with self._lock:
+                open_calls = list(self._calls.values())
+                self._calls.clear()
+                self._has_ended.set()
+            closed = EngineProcessError("The engine process was shut down.")
+            for call in open_calls:
+                call.fail(self._error or closed)
+
+    def _wait_or_kill(self) -> int:
+        try:
+            return self._child.wait(timeout=2.0)
+        except subprocess.TimeoutExpired:
+            if self._is_closing:
+                self._child.kill()
+            else:
+                self._break("The engine process can no longer be heard.", "Try again.")
+            return self._child.wait()
 
     def _death_error(self, code: int) -> EngineProcessError:
         if code < 0:
@@ -268,20 +297,12 @@ class EngineProcess:
             message = f"The engine process ended with exit code {code}."
         hint = f"Its log is {self._log_path}."
         if code == -getattr(signal, "SIGKILL", 9):
-            hint = "The machine may be out of memory; try a smaller budget. " + hint
+            hint = f"{_MEMORY_HINT} {hint}"
         return EngineProcessError(message + self._tail_text(), hint=hint)
 
     def _tail_text(self) -> str:
-        lines = self.log_tail()
+        lines = log_tail(self._log_path, self._log_start)
         return "\nLast lines of the engine:\n  " + "\n  ".join(lines) if lines else ""
-
-    def log_tail(self) -> list[str]:
-        """Returns the last lines that this process wrote to its standard error."""
-        with self._log_path.open("rb") as log:
-            size = log.seek(0, os.SEEK_END)
-            log.seek(max(self._log_start, size - _MAX_TAIL_BYTES))
-            text = log.read().decode("utf-8", "replace")
-        return [line.rstrip() for line in text.splitlines() if line.strip()][-_NUM_TAIL_LINES:]
 
 
 class EngineClient:
@@ -314,7 +335,7 @@ class EngineClient:
         if self._process is None:
             self._process = EngineProcess(
                 self._command,
-                _make_log_file(self._log_dir),
+                make_log_file(self._log_dir),
                 heartbeat_timeout_s=self._heartbeat_timeout_s,
                 start_timeout_s=self._start_timeout_s,
             )
@@ -329,6 +350,11 @@ class EngineClient:
         process, self._process = self._process, None
         if process is not None:
             process.close(grace_s)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the process has introduced itself and takes requests."""
+        return self._process is not None and self._process.is_ready
 
     @property
     def is_running(self) -> bool:
@@ -348,9 +374,7 @@ class EngineClient:
     @property
     def notices(self) -> tuple[Notice, ...]:
         """Notices in force: of the process, and of the model loaded last."""
-        if self._process is None:
-            return ()
-        return tuple({**self._process.process_notices, **self._process.load_notices}.values())
+        return self._process.notices if self._process is not None else ()
 
     def new_request_id(self) -> str:
         """Returns an id no other request of this client has."""
@@ -375,23 +399,3 @@ class EngineClient:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _make_log_file(log_dir: Path) -> Path:
-    """Returns this app process's engine log, and removes all but the newest few others."""
-    try:
-        log_dir.mkdir(parents=True, exist_ok=True)
-        mine = log_dir / f"engine-{os.getpid()}.log"
-        mine.touch()
-        others = sorted(
-            (path for path in log_dir.glob("engine-*.log") if path != mine),
-            key=lambda path: path.stat().st_mtime,
-        )
-        for old in others[: max(0, len(others) - _NUM_KEPT_LOGS)]:
-            old.unlink(missing_ok=True)
-    except OSError as error:
-        raise EngineProcessError(
-            f"The log folder {log_dir} cannot be written: {error.strerror}.",
-            hint="Set MIRA_CHAT_DATA_DIR to a folder that can be written.",
-        ) from error
-    return mine

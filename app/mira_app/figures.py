@@ -22,10 +22,15 @@ def derived(stats: ReplyStats) -> dict[str, float]:
     }
 
 
+def count(number: int, what: str) -> str:
+    """Formats a number of things: `1 token`, `2 tokens`."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 def stats_line(stats: ReplyStats, *, budget_bytes: int) -> str:
     """Returns the one line that `run` ends with."""
     parts = [
-        f"{stats.num_new_tokens} tokens",
+        count(stats.num_new_tokens, "token"),
         f"{stats.tokens_per_s:.1f} tok/s",
         f"TTFT {stats.ttft_s:.2f} s",
         f"hits {stats.hit_rate:.1%}",

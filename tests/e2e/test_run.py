@@ -108,6 +108,7 @@ def test_interrupt_keeps_what_was_said_and_exits_130(model):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        bufsize=0,  # communicate() would lose what a buffer has read ahead
     )
     first = child.stdout.read(1)
     child.send_signal(signal.SIGINT)

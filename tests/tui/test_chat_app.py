@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import signal
 import subprocess
@@ -18,8 +19,10 @@ from mira_app.engine_client import EngineClient
 from mira_app.settings import Settings, load_settings
 from mira_app.tui.app import MiraApp
 from mira_app.tui.screens.chat import ChatScreen
+from mira_app.tui.screens.help import HelpScreen
 from mira_app.tui.screens.models import ModelsScreen
 from mira_app.tui.widgets.composer import Composer
+from mira_app.tui.widgets.live_panel import COLUMN_WIDTH
 from mira_app.tui.widgets.messages import InfoMessage, MessageList, ReplyMessage
 from mira_engine import api
 from textual.widgets import Markdown
@@ -134,6 +137,8 @@ async def test_escape_stops_preparation_and_menu_stays(make_app):
         assert isinstance(app.screen, ModelsScreen)
         assert not app.screen.work.display
         assert not app.screen.problem.display
+        await until(pilot, lambda: app.screen.note.display)
+        assert "what was finished is kept" in str(app.screen.note.content)
 
 
 async def test_load_failure_is_shown_in_menu_with_hint(make_app):
@@ -283,6 +288,129 @@ async def test_panel_shows_figures_and_notes():
         assert not strip.display
         assert max(len(line) for line in str(strip.content).splitlines()) <= 78
         assert PLAN.num_draft_tokens == 4
+
+
+@pytest.mark.parametrize("size", [(110, 28), (120, 45)])
+async def test_rows_of_the_panel_never_wrap_with_or_without_scrollbar(size):
+    scene = Scene()
+    async with scene.app.run_test(size=size) as pilot:
+        await scene.answered(pilot)
+        panel = scene.app.screen.query_one("#column")
+        assert panel.content_size.width >= COLUMN_WIDTH
+        for step in ((60, 15), size):
+            await pilot.resize_terminal(*step)
+            await pilot.pause()
+        side = scene.app.screen.query_one("#side")
+        assert side.show_vertical_scrollbar == (side.size.height < panel.size.height)
+        assert panel.content_size.width >= COLUMN_WIDTH
+
+
+async def test_chat_opens_when_help_over_the_menu_is_closed():
+    scene = Scene()
+    async with scene.app.run_test(size=(80, 24)) as pilot:
+        await pilot.pause()
+        await pilot.press("enter", "f1")
+        scene.client.deliver_loaded(PLAN)
+        await scene.poll(pilot)
+        assert isinstance(scene.app.screen, HelpScreen)
+        await pilot.press("escape")
+        await scene.poll(pilot)
+        assert isinstance(scene.app.screen, ChatScreen)
+
+
+async def test_reply_that_ends_while_the_menu_is_open_leaves_the_menu_open():
+    scene = Scene()
+    async with scene.app.run_test(size=(80, 24)) as pilot:
+        await scene.streaming(pilot)
+        await pilot.press("ctrl+o")
+        await pilot.pause()
+        scene.client.deliver_done("done", STATS)
+        await scene.poll(pilot)
+        await scene.poll(pilot)
+        assert isinstance(scene.app.screen, ModelsScreen)
+
+
+async def test_menu_follows_what_another_app_prepares_and_keeps_the_marked_line():
+    scene = Scene(is_ready=False)
+    async with scene.app.run_test(size=(80, 24)) as pilot:
+        await pilot.press("down")
+        menu = scene.app.screen
+        unchanged = menu.model_list.get_option_at_index(0)
+        menu.reread()
+        assert menu.model_list.get_option_at_index(0) is unchanged
+        scene.controller._catalog.is_ready = True
+        await until(pilot, lambda: "not prepared" not in menu_text(menu))
+        assert menu.model_list.highlighted == 1
+
+
+async def test_menu_is_not_reread_while_it_is_busy():
+    scene = Scene(is_ready=False)
+    async with scene.app.run_test(size=(80, 24)) as pilot:
+        await scene.preparing(pilot)
+        scene.controller._catalog.is_ready = True
+        scene.app.screen.reread()
+        assert "not prepared" in menu_text(scene.app.screen)
+
+
+def menu_text(menu: ModelsScreen) -> str:
+    return "\n".join(str(option.prompt) for option in menu.model_list.options)
+
+
+async def test_footer_of_the_menu_tells_what_enter_does():
+    scene = Scene()
+    async with scene.app.run_test(size=(80, 24)) as pilot:
+        await pilot.pause()
+        shown = [
+            b.binding.description
+            for b in scene.app.screen.active_bindings.values()
+            if b.binding.show and b.binding.key == "enter"
+        ]
+        assert shown == ["Pick"]
+
+
+async def test_progress_bar_is_visible_in_a_small_terminal():
+    scene = Scene(is_ready=False)
+    async with scene.app.run_test(size=(60, 15)) as pilot:
+        await scene.preparing(pilot)
+        await pilot.pause()
+        menu = scene.app.screen
+        assert menu.bar.region.height == 1
+        assert menu.bar.region.bottom <= 14
+        text = str(menu.step.content)
+        assert text.endswith("convert, 12 of 30 layers · layer 12")
+
+
+async def test_header_keeps_a_gap_before_the_state():
+    scene = Scene()
+    async with scene.app.run_test(size=(40, 15)) as pilot:
+        await scene.answered(pilot)
+        scene.controller.loaded = dataclasses.replace(scene.controller.loaded, title="long " * 20)
+        scene.app.screen._show_state()
+        await pilot.pause()
+        state = scene.app.screen.query_one("#state")
+        assert state.content_region.x - scene.app.screen.query_one("#model").region.right >= 2
+
+
+async def test_identical_toasts_do_not_pile_up():
+    scene = Scene()
+    async with scene.app.run_test(size=(80, 24)) as pilot:
+        await scene.streaming(pilot)
+        await ask(pilot, "too early")
+        await pilot.press("enter", "enter")
+        await pilot.pause()
+        assert len(scene.app._notifications) == 1
+
+
+async def test_empty_reply_is_explained():
+    scene = Scene()
+    async with scene.app.run_test(size=(80, 24)) as pilot:
+        await scene.chatting(pilot)
+        await scene.asking(pilot, "q")
+        scene.client.deliver_done("", api.ReplyStats(num_new_tokens=1))
+        await scene.poll(pilot)
+        await pilot.pause()
+        caption = str(scene.app.screen.query_one(".caption").content)
+        assert caption == "the model ended the reply at once · 1 token"
 
 
 def test_importing_app_loads_no_torch():

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from mira_app import cli
 
 PROGRAM = Path(__file__).parents[1] / "app_fakes.py"
 
@@ -36,7 +39,7 @@ def test_run_prepares_and_prints_reply_alone_on_stdout(mira):
     assert done.returncode == 0
     assert done.stdout == "A cache keeps **hot** things near.\n"
     *before, last = done.stderr.splitlines()
-    assert before[0].startswith("prepare: convert")
+    assert before[0].startswith("prepare: convert, 1 of 10 layers · layer")
     assert "note: The budget is 75 % of the experts." in before
     for figure in (
         "8.0 tok/s", "TTFT 0.25 s", "hits 90.0%", "moved 10.0 MiB", "1.0 MiB per miss",
@@ -58,6 +61,69 @@ def test_run_json_is_one_object_with_everything(mira):
     assert answer["notices"][0]["code"] == "budget-default"
 
 
+@pytest.mark.parametrize(
+    ("args", "modes", "code", "name", "text"),
+    [
+        (("-k", "99", "x"), "", 2, "ConfigError", ""),
+        ((" ",), "", 2, "ConfigError", ""),
+        (("--model", "nope", "x"), "", 1, "UnknownModelError", ""),
+        (("x",), "fail-load", 2, "BudgetError", ""),
+        (("x",), "fail-reply", 1, "ContextLengthError", "A cache keeps "),
+        (("x",), "die-at-start", 1, "EngineProcessError", ""),
+    ],
+)
+def test_run_json_tells_errors_as_one_object(mira, args, modes, code, name, text):
+    done = mira("run", "--json", *args, modes=modes)
+    answer = json.loads(done.stdout)
+    assert done.returncode == code
+    assert (answer["reason"], answer["text"]) == ("error", text)
+    assert answer["error"]["code"] == name
+    assert answer["error"]["message"]
+    assert "hint" in answer["error"]
+    assert "error: " in done.stderr
+
+
+def test_run_json_without_error_says_so(mira):
+    assert json.loads(mira("run", "--json", "hi").stdout)["error"] is None
+
+
+@pytest.mark.parametrize("args", [("run", "-"), ("run",)])
+def test_prompt_that_is_not_utf8_is_wrong_usage(command, args):
+    done = subprocess.run(command(*args), input=b"caf\xe9", capture_output=True, timeout=60)
+    assert done.returncode == 2
+    assert b"error: The prompt is not UTF-8 text." in done.stderr
+    assert b"Traceback" not in done.stderr
+
+
+def test_prompt_that_is_utf8_is_read_whatever_the_locale(command):
+    done = subprocess.run(
+        command("run"), input="café".encode(), capture_output=True, timeout=60,
+        env=os.environ | {"PYTHONIOENCODING": "latin-1"},
+    )  # fmt: skip
+    assert done.returncode == 0
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize(
+    "args", [("run", "x"), ("run", "--json", "x"), ("models",), ("--help",), ("--version",)]
+)
+def test_output_that_cannot_be_written_is_one_line_of_error(command, args):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            command(*args), stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    assert done.returncode == 1
+    assert "error: The output cannot be used: No space left on device." in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+def test_empty_reply_is_explained(mira):
+    done = mira("run", "x", modes="empty")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "note: the model ended the reply at once." in done.stderr
+
+
 @pytest.mark.parametrize("args", [(), ("-",)])
 def test_run_reads_prompt_from_standard_input(mira, args):
     assert mira("run", *args, stdin="hello").returncode == 0
@@ -70,6 +136,7 @@ def test_run_reads_prompt_from_standard_input(mira, args):
         (("run", "-k", "99", "x"), "", 2, "0 to 32"),
         (("run", "--budget", "lots", "x"), "", 2, "300MiB"),
         (("run", "--precision", "int3", "x"), "", 2, "nested"),
+        (("run", "--seed", "-1", "x"), "", 2, "0 to 9223372036854775807"),
         (("run", "--no-such-option", "x"), "", 2, "No such option"),
         (("--model", "m", "run", "x"), "", 2, "options come after"),
         (("run", "--model", "nope", "x"), "", 1, "no model 'nope'"),
@@ -123,6 +190,21 @@ def test_interrupt_while_preparing_exits_130(command):
     assert "Traceback" not in err
 
 
+def test_interrupt_while_the_engine_starts_ends_at_once(command, tmp_path):
+    log = tmp_path / "logs"
+    with subprocess.Popen(
+        command("run", "x", modes="mute-start"), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        while process.poll() is None and not any(p.stat().st_size for p in log.glob("*.log")):
+            pass
+        begun = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert b"Traceback" not in err
+    assert time.monotonic() - begun < 2.0
+
+
 def test_reader_that_goes_away_ends_run_quietly(command):
     with subprocess.Popen(
         command("run", "x", modes="slow"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -141,6 +223,18 @@ def test_no_arguments_without_terminal_answers_one_fixed_question(mira):
     assert done.returncode == 0
     assert done.stdout == "A cache keeps **hot** things near.\n"
     assert "> In one sentence: what is a cache?" in done.stderr
+
+
+def test_dumb_terminal_counts_as_none(monkeypatch):
+    class Screen:
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    assert cli._is_terminal(Screen())
+    monkeypatch.setenv("TERM", "dumb")
+    assert not cli._is_terminal(Screen())
+    assert not cli._is_terminal(None)
 
 
 def test_prepare_models_and_version(mira):

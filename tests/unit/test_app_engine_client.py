@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+from mira_app import engine_client
 from mira_app.engine_client import EngineClient
 from mira_engine import api
 
@@ -84,7 +87,8 @@ def test_engine_killed_mid_reply_fails_call_with_signal_and_log_tail(make_client
     seen = []
     with pytest.raises(api.EngineProcessError, match=r"(?s)SIGKILL.*fake engine starts") as caught:
         seen.extend(generate(client))
-    assert "memory" in caught.value.hint
+    assert "What was finished is kept" in caught.value.hint
+    assert "smaller budget" in caught.value.hint
     assert any(isinstance(e, api.TokenDelta) for e in seen)
     assert client.lost is not None
     assert not client.is_running
@@ -184,14 +188,71 @@ def test_engine_killed_from_outside_while_idle_is_noticed(make_client):
     assert "SIGTERM" in client.lost.message
 
 
+def write_log(folder: Path, name: str, mtime: float, text: str = "x") -> Path:
+    path = folder / f"engine-{name}.log"
+    path.write_text(text)
+    os.utime(path, (mtime, mtime))
+    return path
+
+
 def test_old_logs_are_removed_and_newest_kept(make_client, tmp_path):
     for number in range(9):
-        path = tmp_path / f"engine-x{number}.log"
-        path.touch()
-        os.utime(path, (number, number))
+        write_log(tmp_path, f"x{number}", number)
     make_client().start()
     left = sorted(p.name for p in tmp_path.glob("engine-x*.log"))
     assert left == [f"engine-x{n}.log" for n in range(4, 9)]
+
+
+def test_logs_of_living_apps_stay_and_empty_ones_of_dead_apps_go(make_client, tmp_path):
+    living = write_log(tmp_path, str(os.getppid()), 0, text="")
+    with subprocess.Popen([sys.executable, "-c", ""]) as dead:
+        pass
+    empty = write_log(tmp_path, str(dead.pid), 1, text="")
+    for number in range(9):
+        write_log(tmp_path, f"x{number}", 10 + number)
+    make_client().start()
+    assert living.exists()
+    assert not empty.exists()
+
+
+@pytest.mark.parametrize("mode", ["die-mid-reply", "garbage"])
+def test_log_that_is_gone_does_not_hide_that_the_engine_died(make_client, tmp_path, mode):
+    client = make_client(mode)
+    client.start()
+    (tmp_path / f"engine-{os.getpid()}.log").unlink()
+    with pytest.raises(api.EngineProcessError, match="SIGKILL|cannot be read"):
+        list(generate(client))
+    assert client._process._has_ended.is_set()
+
+
+def test_silent_engine_is_killed_although_its_log_is_gone(make_client, tmp_path):
+    client = make_client("hang", heartbeat_timeout_s=0.3)
+    client.start()
+    (tmp_path / f"engine-{os.getpid()}.log").unlink()
+    with pytest.raises(api.EngineProcessError, match="no sign of life"):
+        list(load(client))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_fault_of_the_reader_ends_every_call(make_client, monkeypatch):
+    def fail(line):
+        raise RecursionError
+
+    monkeypatch.setattr(engine_client, "decode", fail)
+    with pytest.raises(api.EngineProcessError, match="no longer be heard|exit code|killed by"):
+        list(load(make_client()))
+
+
+def test_notices_can_be_read_while_they_change(make_client):
+    client = make_client()
+    list(load(client))
+    with client._process._lock:
+        reader = threading.Thread(target=lambda: client.notices, daemon=True)
+        reader.start()
+        reader.join(timeout=0.2)
+        assert reader.is_alive()
+    reader.join(timeout=10)
+    assert not reader.is_alive()
 
 
 def test_drain_joins_deltas_and_keeps_latest_sample():

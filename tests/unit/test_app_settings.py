@@ -27,6 +27,10 @@ def test_flags_win_over_environment_and_environment_over_defaults():
     assert settings.engine.dtype is ComputeDtype.FLOAT32
 
 
+def test_largest_seed_is_taken():
+    assert load_settings({"seed": 2**63 - 1}, {}).sampling.seed == 2**63 - 1
+
+
 def test_link_and_sampling_values_are_converted():
     settings = load_settings(
         {"link_rate": "500MB/s", "link_latency": 2.0, "seed": 7, "prefetch": False, "system": ""},
@@ -56,6 +60,9 @@ def test_link_and_sampling_values_are_converted():
         ("prefetch", "maybe", "yes or no"),
         ("max_tokens", 0, "at least 1"),
         ("colour", "red", "colour"),
+        ("seed", -1, "0 to 9223372036854775807"),
+        ("seed", 2**63, "0 to 9223372036854775807"),
+        ("seed", "many", "whole number"),
     ],
 )
 def test_values_that_cannot_be_used_are_refused_with_what_can(name, value, said):

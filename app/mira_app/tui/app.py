@@ -8,10 +8,12 @@ to the screens; nothing is drawn per token.
 from __future__ import annotations
 
 import asyncio
+import time
 
 from mira_engine.api import MiraError
 from textual.app import App
 from textual.binding import Binding
+from textual.notifications import SeverityLevel
 from textual.theme import Theme
 
 from mira_app.controller import ChatController, Stage, Update
@@ -53,6 +55,8 @@ class MiraApp(App[None]):
         self.controller = controller
         self.models_screen = ModelsScreen(controller)
         self.chat_screen = ChatScreen(controller)
+        self._is_chat_due = False
+        self._toasts: dict[str, float] = {}
 
     async def on_mount(self) -> None:
         """Shows the menu, and goes on at once where a model was named."""
@@ -68,12 +72,22 @@ class MiraApp(App[None]):
         if not self.is_running:
             return  # the screens are being taken down
         update = self.controller.poll()
-        was_menu_waiting = self.screen_stack[-1] is self.models_screen
         if self.models_screen.is_mounted:
             self.models_screen.take(update)
         if self.chat_screen.is_mounted:
             await self.chat_screen.take(update)
-        if update.is_stage_new and self.controller.stage is Stage.READY and was_menu_waiting:
+        await self._open_due_chat()
+
+    async def _open_due_chat(self) -> None:
+        """Goes from the menu to the chat once the model picked there is loaded.
+
+        Where the help or the commands lie over the menu, once these are closed.
+        """
+        if self.controller.stage in (Stage.IDLE, Stage.FAILED):
+            self._is_chat_due = False
+        is_ready = self.controller.stage is Stage.READY
+        if self._is_chat_due and is_ready and self.screen is self.models_screen:
+            self._is_chat_due = False
             await self.push_screen("chat")
 
     def _choose(self, model: str) -> None:
@@ -86,6 +100,7 @@ class MiraApp(App[None]):
         except MiraError as error:
             self.models_screen.show_problem(error)
         else:
+            self._is_chat_due = True
             self.models_screen.take(Update(is_stage_new=True))
 
     def on_models_screen_chosen(self, event: ModelsScreen.Chosen) -> None:
@@ -99,6 +114,23 @@ class MiraApp(App[None]):
     async def on_chat_screen_models_wanted(self) -> None:
         """Goes to the menu; a reply under way goes on."""
         await self.pop_screen()
+
+    def notify(
+        self,
+        message: str,
+        *,
+        title: str = "",
+        severity: SeverityLevel = "information",
+        timeout: float | None = None,
+        markup: bool = True,
+    ) -> None:
+        """Shows a toast, unless it is still there from before."""
+        now = time.monotonic()
+        shown_s = self.NOTIFICATION_TIMEOUT if timeout is None else timeout
+        self._toasts = {text: end for text, end in self._toasts.items() if end > now}
+        if message not in self._toasts:
+            self._toasts[message] = now + shown_s
+            super().notify(message, title=title, severity=severity, timeout=timeout, markup=markup)
 
     def action_help(self) -> None:
         """Opens the help."""

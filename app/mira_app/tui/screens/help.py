@@ -15,7 +15,7 @@ from textual.widgets import Static
 from mira_app.sanitise import sanitise
 
 _KEYS = (
-    ("Enter", "send"),
+    ("Enter", "send; in the menu, pick the marked model"),
     ("Ctrl+J, Shift+Enter", "new line"),
     ("Esc", "stop; what has arrived is kept"),
     ("Ctrl+R", "answer the last question again"),

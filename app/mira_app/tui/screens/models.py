@@ -15,16 +15,26 @@ from textual.screen import Screen
 from textual.widgets import Footer, OptionList, ProgressBar, Static
 from textual.widgets.option_list import Option
 
-from mira_app.answer import amount_text
+from mira_app.answer import progress_text
 from mira_app.catalog import CatalogEntry
 from mira_app.controller import ChatController, Stage, Update
 from mira_app.sanitise import sanitise
+
+_REREAD_INTERVAL_S = 2.0
+_SHORT_ROWS = 20
+
+
+class ModelList(OptionList):
+    """The menu; says in the footer what Enter does."""
+
+    BINDINGS = [Binding("enter", "select", "Pick", id="models.pick")]
 
 
 class ModelsScreen(Screen[None]):
     """The first screen."""
 
     CSS_PATH = "models.tcss"
+    VERTICAL_BREAKPOINTS = [(0, "-short"), (_SHORT_ROWS, "-tall")]
     BINDINGS = [
         Binding("escape", "stop", "Stop", id="models.stop"),
         Binding("ctrl+o", "chat", "Back to the chat", id="models.chat"),
@@ -44,6 +54,7 @@ class ModelsScreen(Screen[None]):
     work = getters.query_one("#work", Vertical)
     step = getters.query_one("#step", Static)
     bar = getters.query_one("#progress", ProgressBar)
+    note = getters.query_one("#note", Static)
     problem = getters.query_one("#problem", Static)
 
     def __init__(self, controller: ChatController) -> None:
@@ -59,38 +70,61 @@ class ModelsScreen(Screen[None]):
                 "Chat with Mixture-of-Experts models bigger than the memory they run in.",
                 id="claim",
             )
-            yield OptionList(id="models")
+            yield ModelList(id="models")
             with Vertical(id="work"):
                 yield Static(id="step")
                 yield ProgressBar(id="progress", show_eta=True)
+            yield Static("Stopped; what was finished is kept.", id="note")
             yield Static(id="problem")
         yield Footer(show_command_palette=False)
 
     def on_mount(self) -> None:
-        """Names the menu."""
+        """Names the menu, and begins to look for what other apps prepare."""
         self.model_list.border_title = "Pick a model"
-        self.work.display = self.problem.display = False
+        self.work.display = self.note.display = self.problem.display = False
+        self.set_interval(_REREAD_INTERVAL_S, self.reread)
 
     def on_screen_resume(self) -> None:
         """Reads anew what is installed."""
         self.show_models()
         self.model_list.focus()
 
+    def reread(self) -> None:
+        """Reads anew what is installed, while one may pick; draws only what changed."""
+        if self.is_current and not self._is_busy:
+            before = self._entries
+            if self._read_entries() and self._entries != before:
+                self._draw_entries(before)
+
     def show_models(self) -> None:
         """Fills the menu; the marked line stays."""
+        before = self._entries
+        if self._read_entries():
+            self._draw_entries(before)
+
+    def _read_entries(self) -> bool:
         try:
             self._entries = self._controller.models()
         except MiraError as error:
             self.show_problem(error)
-            return
-        marked = self.model_list.highlighted or 0
+            return False
+        return True
+
+    def _draw_entries(self, before: tuple[CatalogEntry, ...]) -> None:
+        index = self.model_list.highlighted or 0
+        marked = before[index].model if index < len(before) else None
         loaded = self._controller.loaded
         self.model_list.clear_options()
         self.model_list.add_options(
             Option(_option_content(entry, loaded is not None and loaded.model == entry.model))
             for entry in self._entries
         )
-        self.model_list.highlighted = min(marked, len(self._entries) - 1)
+        names = [entry.model for entry in self._entries]
+        self.model_list.highlighted = names.index(marked) if marked in names else 0
+
+    @property
+    def _is_busy(self) -> bool:
+        return self._controller.stage in (Stage.PREPARING, Stage.LOADING)
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         """Passes the choice on."""
@@ -108,11 +142,10 @@ class ModelsScreen(Screen[None]):
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Shows only the keys that do something now."""
         del parameters
-        is_busy = self._controller.stage in (Stage.PREPARING, Stage.LOADING)
         if action == "stop":
-            return is_busy
+            return self._is_busy
         if action == "chat":
-            return self._controller.loaded is not None and not is_busy
+            return self._controller.loaded is not None and not self._is_busy
         return True
 
     def show_problem(self, error: MiraError | None) -> None:
@@ -125,12 +158,14 @@ class ModelsScreen(Screen[None]):
     def take(self, update: Update) -> None:
         """Shows what a poll brought."""
         stage = self._controller.stage
-        is_busy = stage in (Stage.PREPARING, Stage.LOADING)
+        is_busy = self._is_busy
         if update.error is not None:
             self.show_problem(update.error)
         elif update.is_stage_new and is_busy:
             self.show_problem(None)
         if update.is_stage_new:
+            # Nothing but a stop leads back from the work to the beginning.
+            self.note.display = stage is Stage.IDLE and self.work.display
             self.work.display = is_busy
             self.model_list.disabled = is_busy
             self.show_models()
@@ -150,8 +185,7 @@ class ModelsScreen(Screen[None]):
             self.step.update(Content(f"Preparing {title}: starting the engine ..."))
             self.bar.update(total=None)
         else:
-            amount = sanitise(f"{amount_text(progress)} {progress.detail}".rstrip())
-            self.step.update(Content(f"Preparing {title}: {progress.step}, {amount}"))
+            self.step.update(Content(f"Preparing {title}: {sanitise(progress_text(progress))}"))
             self.bar.update(total=progress.total or None, progress=progress.done)
 
 

@@ -12,7 +12,7 @@ from mira_engine.api import MemoryPlan, Notice, ReplyStats, format_bytes
 from textual.content import Content
 from textual.widgets import Static
 
-from mira_app.figures import bytes_per_load
+from mira_app.figures import bytes_per_load, count
 from mira_app.sanitise import sanitise
 
 COLUMN_WIDTH = 30
@@ -73,7 +73,7 @@ def column(state: PanelState) -> Content:
         _row("tokens/s", f"{stats.tokens_per_s:.1f}" if stats.tokens_per_s else "-"),
         _row("first token", f"{stats.ttft_s:.2f} s" if stats.ttft_s else "-"),
         _row("prompt", f"{stats.num_prompt_tokens} ({stats.num_cached_tokens} cached)"),
-        _row("reply", f"{stats.num_new_tokens} tokens"),
+        _row("reply", count(stats.num_new_tokens, "token")),
         Content(""),
         _title("Experts"),
         _row("hit rate", f"{stats.hit_rate:.1%}" if has_routed else "-"),

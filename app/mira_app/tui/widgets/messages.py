@@ -9,6 +9,7 @@ from textual.widgets import Markdown, Static
 from textual.widgets.markdown import MarkdownStream
 
 from mira_app.conversation import Turn, TurnStatus
+from mira_app.figures import count
 from mira_app.sanitise import Sanitiser, sanitise
 
 
@@ -69,8 +70,10 @@ def caption_text(turn: Turn) -> str:
         parts.append("stopped")
     elif turn.status is TurnStatus.ERROR:
         parts.append("broken off")
+    elif not turn.content.strip():
+        parts.append("the model ended the reply at once")
     if turn.stats is not None and turn.stats.num_new_tokens:
-        parts.append(f"{turn.stats.num_new_tokens} tokens")
+        parts.append(count(turn.stats.num_new_tokens, "token"))
         if turn.stats.tokens_per_s:
             parts.append(f"{turn.stats.tokens_per_s:.1f} tok/s")
     return " · ".join(parts)

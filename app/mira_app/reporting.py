@@ -1,0 +1,77 @@
+"""How a command ends: its exit code, what it says of a failure, and the object of `--json`.
+
+Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from mira_engine.api import MiraError
+
+    from .answer import Answer
+
+
+@contextlib.contextmanager
+def reporting_errors(answer: Answer | None = None) -> Iterator[None]:
+    """Turns what can go wrong into a message, a hint and an exit code.
+
+    Args:
+        answer: Printed as one JSON object at the end, whatever the end is.
+    """
+    from mira_engine.api import BudgetError, CancelledError, ConfigError, FinishReason, MiraError
+
+    code, reason, failure = 0, None, None
+    try:
+        yield
+    except MiraError as error:
+        _print_error(error)
+        failure, reason = error, FinishReason.ERROR
+        if isinstance(error, CancelledError):
+            code, reason = 130, FinishReason.CANCELLED
+        else:
+            code = 2 if isinstance(error, ConfigError | BudgetError) else 1
+    except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
+        code, reason = 130, FinishReason.CANCELLED
+    if answer is not None:
+        answer.error = failure
+        answer.reason = reason or answer.reason
+        typer.echo(answer.to_json())
+    if code:
+        raise typer.Exit(code)
+
+
+@contextlib.contextmanager
+def reporting_streams() -> Iterator[None]:
+    """Ends the program with exit code 1 where the output cannot be written.
+
+    A reader that has gone is told nothing; anything else is one line on standard error.
+    """
+    try:
+        yield
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError as error:
+        # What is still buffered would fail once more when the interpreter ends.
+        if sys.stdout is not None:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            what = error.filename if error.filename is not None else "The output"
+            typer.echo(f"error: {what} cannot be used: {error.strerror or error}.", err=True)
+        raise SystemExit(1) from None
+
+
+def _print_error(error: MiraError) -> None:
+    from .sanitise import sanitise
+
+    typer.echo(f"error: {sanitise(error.message)}", err=True)
+    if error.hint:
+        typer.echo(f"hint: {sanitise(error.hint)}", err=True)
