@@ -11,11 +11,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import psutil
 import torch
 
 from .checkpoint.store import ExpertStore
 from .config import EngineConfig, MemoryAmount, SamplingConfig, format_bytes
 from .errors import (
+    BudgetError,
     CancelledError,
     ContextLengthError,
     GenerationError,
@@ -36,7 +38,7 @@ from .events import (
 from .library import ModelHome
 from .model.chat import ChatRenderer, Detokeniser, end_token_ids, load_tokenizer
 from .model.experts import stamp
-from .model.facts import context_length, gather_facts
+from .model.facts import context_length, gather_facts, longest_context
 from .model.kv import StateManager
 from .model.loader import load_backbone
 from .model.sampling import Sampler
@@ -48,7 +50,7 @@ from .runtime.disk import DiskTransfer
 from .runtime.draft import DraftStage
 from .runtime.executor import ExpertExecutor
 from .runtime.passes import ModelPasses
-from .runtime.probe import default_num_threads
+from .runtime.probe import bound_kernel_cache, default_num_threads
 from .runtime.slots import DraftArena, SlotArena, SlotBinder, slot_planes
 from .runtime.telemetry import MemoryProbe, ReplyMeter
 from .runtime.transfer import LinkThrottle
@@ -85,6 +87,7 @@ class Engine:
         self._told: set[str] = set()
         self._probe = MemoryProbe()
         started = time.perf_counter()
+        bound_kernel_cache()
         torch.set_num_threads(config.num_threads or default_num_threads())
         self._target, self._draft_source = _open_stores(home, config.precision)
         self.plan = self._make_plan()
@@ -141,6 +144,14 @@ class Engine:
         plan, note = plan_memory(facts, budget, num_draft_tokens)
         if note:
             self._notice("speculation-off", note)
+        available = psutil.virtual_memory().available
+        if plan.total_bytes > available:
+            raise BudgetError(
+                f"This needs {format_bytes(plan.total_bytes)} of memory, "
+                f"{format_bytes(available)} is free: "
+                f"{format_bytes(plan.total_bytes - available)} short.",
+                hint="Give a smaller --budget or --context, or close other programs.",
+            )
         return plan
 
     def _arrange_device(self) -> None:
@@ -201,7 +212,9 @@ class Engine:
                 f"The store has {manifest.num_layers} MoE layers, the model {num_stamped}.",
                 hint="Remove the model and prepare it again.",
             )
-        self.state = StateManager(self.model, is_rollback_wanted=has_draft)
+        self.state = StateManager(
+            self.model, capacity=self.context_length, is_rollback_wanted=has_draft
+        )
         self.passes = ModelPasses(self.model, self.executor, self.state)
         self.draft_stage = DraftStage(
             self.passes,
@@ -298,7 +311,8 @@ class Engine:
         if room < 1:
             raise ContextLengthError(
                 f"The chat has {len(prompt)} tokens, the context holds {self.context_length}.",
-                hint="Shorten the prompt, start a new chat, or give a larger --context.",
+                hint="Shorten the prompt, start a new chat, or give a larger --context "
+                f"(this model reads up to {longest_context(self.model.config)} tokens).",
             )
         limit = min(room, sampling.max_new_tokens or room)
         sampler = Sampler(sampling)

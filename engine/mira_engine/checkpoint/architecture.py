@@ -39,7 +39,9 @@ def load_config(folder: Path) -> PreTrainedConfig:
         has_code = bool(fields.get("auto_map"))
         quantisation = fields.get("quantization_config")
     except (ValueError, AttributeError, OSError) as error:
-        raise CheckpointError(f"{path} is no model configuration.", hint="Download it.") from error
+        raise CheckpointError(
+            f"{path} is no model configuration.", hint="Download that file again."
+        ) from error
     if family not in CONFIG_MAPPING:
         if has_code:
             raise UnsupportedModelError(
@@ -60,7 +62,14 @@ def load_config(folder: Path) -> PreTrainedConfig:
         )
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (StrictDataclassError, ValueError, TypeError, KeyError, OSError) as error:
+    except (
+        StrictDataclassError,
+        AttributeError,
+        KeyError,
+        OSError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise CheckpointError(
             f"transformers cannot read {path}: {error}", hint="Download it again."
         ) from error
@@ -100,7 +109,15 @@ def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
     """Builds the model without weights: bfloat16 parameters on the meta device.
 
     Raises:
-        UnsupportedModelError: transformers has no class for it.
+        UnsupportedModelError: transformers has no class for it, or cannot build it from
+            this configuration.
     """
-    with torch.device("meta"):
-        return model_class(config)._from_config(config, dtype=torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            return model_class(config)._from_config(config, dtype=torch.bfloat16)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UnsupportedModelError(
+            f"transformers cannot build this {config.model_type} model from its config.json: "
+            f"{error}",
+            hint="Download config.json again, or pick another model.",
+        ) from error

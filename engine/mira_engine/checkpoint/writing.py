@@ -64,7 +64,8 @@ def require_space(path: Path, needed_bytes: int, what: str) -> None:
         raise DiskSpaceError(
             f"{what} needs {format_bytes(needed_bytes)} ({needed_bytes} bytes) at {path}, "
             f"{format_bytes(free)} ({free} bytes) are free.",
-            hint=f"Free {needed_bytes - free} bytes more, or choose another data directory.",
+            hint=f"Free {format_bytes(needed_bytes - free)} more, or choose another data "
+            "directory.",
         )
 
 

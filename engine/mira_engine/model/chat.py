@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,15 +10,48 @@ import jinja2
 from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from ..errors import GenerationError, UnsupportedModelError
+from ..errors import CheckpointError, GenerationError, UnsupportedModelError
 from ..events import ChatMessage
 
 _REPLACEMENT = "\ufffd"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """Loads the tokenizer beside a model; never remote code."""
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+
+
+def check_chat_files(folder: Path) -> None:
+    """Refuses a model that could not chat, before anything is converted for it.
+
+    Raises:
+        CheckpointError: Its tokenizer is missing or damaged; names the file.
+        UnsupportedModelError: It has no chat template.
+    """
+    found = [name for name in _TOKENIZER_FILES if (folder / name).is_file()]
+    if not found:
+        raise CheckpointError(
+            f"{folder} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)} is there.",
+            hint="Download the missing file.",
+        )
+    for name in found:
+        if name.endswith(".json"):
+            try:
+                json.loads((folder / name).read_text(encoding="utf-8"))
+            except (OSError, ValueError) as error:
+                raise CheckpointError(
+                    f"{folder / name} is damaged: {error}.", hint="Download that file again."
+                ) from error
+    try:
+        tokenizer = load_tokenizer(folder)
+    except (ImportError, KeyError, OSError, TypeError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise CheckpointError(
+            f"The tokenizer in {folder} cannot be loaded: {reason}",
+            hint=f"Found: {', '.join(found)}. Download the tokenizer's files again.",
+        ) from error
+    ChatRenderer(tokenizer)
 
 
 def end_token_ids(
@@ -122,11 +156,11 @@ class Detokeniser:
         return after[len(before) :]
 
     def flush(self) -> str:
-        """Returns what is still held back, broken characters included."""
+        """Returns what is still held back, without a character that never got whole."""
         before = self._decode(self._ids[self._start : self._emitted])
         after = self._decode(self._ids[self._start :])
         self._start = self._emitted = len(self._ids)
-        return after[len(before) :]
+        return after[len(before) :].rstrip(_REPLACEMENT)
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(

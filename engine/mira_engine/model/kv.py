@@ -16,9 +16,56 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from ..errors import GenerationError
+
 RESTARTING_FAMILIES = frozenset({"jamba"})
 """Families whose recurrent layers, in transformers 5.24, begin from an empty state in
 every pass of more than one token (their scan takes no initial state)."""
+
+
+class ReservedLayer(DynamicLayer):
+    """A full-attention layer whose keys and values are written in place.
+
+    transformers' own layer joins old and new tensors at every pass: each token copies the
+    whole state, and the freed blocks fragment the heap until long prompts hold more than
+    was planned. Here room for the whole context is reserved once (the system gives pages
+    as they are written) and `keys` and `values` are views of the part in use, so that the
+    inherited `crop` only shortens the views.
+
+    Args:
+        capacity: Most tokens.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
+        self._capacity = capacity
+        self._room: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Appends `[B, H, T, D]` keys and values. Returns all, `[B, H, N, D]` each.
+
+        Raises:
+            GenerationError: The context is full.
+        """
+        if self._room is None:
+            self.lazy_initialization(key_states, value_states)
+            self._room = (self._reserve(key_states), self._reserve(value_states))
+        start = self.keys.shape[-2] if self.keys.numel() else 0
+        stop = start + key_states.shape[-2]
+        if stop > self._capacity:
+            raise GenerationError(
+                f"The context of {self._capacity} tokens is full.", hint="Start a new chat."
+            )
+        for room, new in zip(self._room, (key_states, value_states), strict=True):
+            room[:, :, start:stop] = new
+        self.keys, self.values = (room[:, :, :stop] for room in self._room)
+        return self.keys, self.values
+
+    def _reserve(self, states: torch.Tensor) -> torch.Tensor:
+        batch, num_heads, _, width = states.shape
+        return states.new_empty((batch, num_heads, self._capacity, width))
 
 
 class StateManager:
@@ -26,18 +73,24 @@ class StateManager:
 
     Args:
         model: The loaded model; its config decides the cache's layer types.
+        capacity: Most tokens of the conversation.
         is_rollback_wanted: Whether caches with bounded state (windows, convolutions)
             keep what a rollback needs.
     """
 
-    def __init__(self, model: PreTrainedModel, *, is_rollback_wanted: bool) -> None:
+    def __init__(self, model: PreTrainedModel, *, capacity: int, is_rollback_wanted: bool) -> None:
         self._config = model.config
+        self._capacity = capacity
         self._is_recording = is_rollback_wanted
         self.reset()
 
     def reset(self) -> None:
         """Forgets everything."""
         self.cache = DynamicCache(config=self._config)
+        self.cache.layers = [
+            ReservedLayer(self._capacity) if type(layer) is DynamicLayer else layer
+            for layer in self.cache.layers
+        ]
         if self._is_recording:
             self.cache.activate_past_recording()
         self.tokens: list[int] = []
@@ -56,7 +109,7 @@ class StateManager:
     @property
     def can_shorten(self) -> bool:
         """Whether any number of tokens can be taken from the end (full attention only)."""
-        return all(type(layer) is DynamicLayer for layer in self.cache.layers)
+        return all(type(layer) is ReservedLayer for layer in self.cache.layers)
 
     def max_pass_tokens(self, chunk_tokens: int) -> int:
         """Returns how many prompt tokens the next pass may take, `chunk_tokens` at most."""
@@ -108,7 +161,7 @@ class StateManager:
         while common < limit and self.tokens[common] == prompt[common]:
             common += 1
         surplus = len(self.tokens) - common
-        if surplus and (common == 0 or not self.can_shorten):
+        if surplus and not self.can_shorten:
             self.reset()
             return 0
         if surplus:

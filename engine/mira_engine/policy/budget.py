@@ -66,7 +66,7 @@ class ModelFacts:
 def plan_memory(
     facts: ModelFacts, budget: MemoryAmount, num_draft_tokens: int | None
 ) -> tuple[MemoryPlan, str]:
-    """Divides the budget into draft and slots.
+    """Divides the budget into draft and slots; what would hold nothing is not taken.
 
     Args:
         facts: The model's sizes.
@@ -108,6 +108,8 @@ def plan_memory(
     slot_bytes = facts.target_record_bytes if has_draft else facts.whole_record_bytes
     room = given - (draft_bytes if has_draft else 0)
     num_slots = min(room // slot_bytes, facts.num_experts)
+    if num_slots == facts.num_experts:
+        given = (draft_bytes if has_draft else 0) + num_slots * slot_bytes
     plan = MemoryPlan(
         non_expert_bytes=facts.non_expert_bytes,
         kv_bytes=facts.kv_bytes,

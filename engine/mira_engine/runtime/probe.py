@@ -20,3 +20,14 @@ def default_num_threads() -> int:
     if hasattr(os, "sched_getaffinity"):
         cores = min(cores, len(os.sched_getaffinity(0)))
     return max(1, min(cores - 1, torch.get_num_threads()))
+
+
+def bound_kernel_cache() -> None:
+    """Keeps oneDNN from holding a compiled kernel, and its scratch, for every row count.
+
+    Experts get any number of a prompt's tokens, and each count is a kernel of its own; the
+    library keeps 1024. Measured 2026-11-30, two Zen 4 cores, torch 2.13, the built-in
+    model, 2048 prompt tokens in chunks of 256: peak 933 MiB with 1024 kept, 820 with 32, at
+    the same speed. Has no effect once the process has used the library.
+    """
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
