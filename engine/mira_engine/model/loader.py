@@ -20,6 +20,7 @@ from ..checkpoint.experts import expert_modules_of
 from ..errors import CheckpointError
 from ..types import ComputeDtype
 from . import experts
+from .attention import use_short_query_attention
 
 TORCH_DTYPES = {
     ComputeDtype.BFLOAT16: torch.bfloat16,
@@ -87,4 +88,5 @@ def load_backbone(
             f"{len(missing)} weights are missing from {folder}, the first is {missing[0]}.",
             hint="Remove the model and prepare it again.",
         )
+    use_short_query_attention(model)
     return model.eval()

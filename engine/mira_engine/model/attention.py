@@ -1,0 +1,88 @@
+"""Attention for few new tokens on a CPU, as an attention implementation of transformers.
+
+torch's fused attention on CPUs packs keys and values for blocks of many queries; for the
+one to a few queries of a decode, draft or verification step that packing is most of its
+time. Here the queries that share a key/value head are one small matrix product. Prompts,
+other devices and special forms go to transformers' own `sdpa` function.
+
+Measured 2026-11-30 on two Zen 4 cores, torch 2.13, 9 query and 3 key/value heads of 64,
+bfloat16, one query, two threads: .055 ms instead of .28 at 512 cached tokens, .10 instead
+of 1.1 at 2048.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+ATTENTION_IMPLEMENTATION = "mira_short_query"
+
+MAX_SHORT_QUERIES = 40
+"""Most queries taken here: the largest verification has 33."""
+
+
+def short_query_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: object,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Computes attention; a transformers attention function.
+
+    Args:
+        module: The attention module.
+        query: `[B, H, T, D]`.
+        key: `[B, G, N, D]`, H a multiple of G.
+        value: `[B, G, N, Dv]`.
+        attention_mask: `None`, boolean or additive `[B, 1, T, N]`.
+        dropout: 0 outside of training.
+        scaling: Factor of the scores, `None` for `1 / sqrt(D)`.
+        **kwargs: Passed on where sdpa takes over.
+
+    Returns:
+        `[B, T, H, Dv]`, and no attention weights.
+    """
+    batch, num_heads, num_queries, width = query.shape
+    is_short = num_queries <= MAX_SHORT_QUERIES and query.device.type == "cpu"
+    needs_causal = num_queries > 1 and attention_mask is None
+    is_special = dropout or kwargs.get("position_bias") is not None or kwargs.get("softcap")
+    if not is_short or needs_causal or is_special:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    num_groups = key.shape[1]
+    shared = num_heads // num_groups
+    scale = width**-0.5 if scaling is None else scaling
+    rows = query.reshape(batch, num_groups, shared * num_queries, width) * scale
+    scores = torch.matmul(rows, key.transpose(-1, -2))
+    if attention_mask is not None:
+        by_query = scores.view(batch, num_groups, shared, num_queries, -1)
+        mask = attention_mask[:, :, None, :, : key.shape[2]]
+        if mask.dtype == torch.bool:
+            by_query.masked_fill_(~mask, float("-inf"))
+        else:
+            by_query.add_(mask)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
+    mixed = torch.matmul(weights, value)
+    mixed = mixed.view(batch, num_heads, num_queries, value.shape[-1])
+    return mixed.transpose(1, 2).contiguous(), None
+
+
+def use_short_query_attention(model: PreTrainedModel) -> bool:
+    """Switches a model that runs transformers' `sdpa` to this implementation.
+
+    Returns:
+        Whether it was switched; a model with an attention of its own keeps it.
+    """
+    AttentionInterface.register(ATTENTION_IMPLEMENTATION, short_query_attention)
+    AttentionMaskInterface.register(ATTENTION_IMPLEMENTATION, sdpa_mask)
+    if model.config._attn_implementation != "sdpa":
+        return False
+    model.set_attn_implementation(ATTENTION_IMPLEMENTATION)
+    return model.config._attn_implementation == ATTENTION_IMPLEMENTATION
