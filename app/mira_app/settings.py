@@ -29,9 +29,6 @@ VARIABLE_PREFIX = "MIRA_CHAT_"
 DEFAULT_MAX_TOKENS = 1024
 """Most tokens of a reply where nobody chose: a small model may repeat itself for ever."""
 
-_MAX_SEED = 2**63 - 1
-"""Largest seed that the generators of random numbers take."""
-
 _E = TypeVar("_E", bound=enum.StrEnum)
 
 
@@ -155,13 +152,6 @@ def _flag(name: str) -> str:
     return "K" if name == "k" else name.replace("_", "-")
 
 
-def _seed(name: str, value: object) -> int:
-    seed = _whole(name, value)
-    if not 0 <= seed <= _MAX_SEED:  # type: ignore[operator]
-        raise ConfigError.for_field(_flag(name), value, f"Give 0 to {_MAX_SEED}.")
-    return seed  # type: ignore[return-value]
-
-
 _whole, _real = _number(int, "a whole number"), _number(float, "a number")
 
 _PARSERS: dict[str, Callable[[str, object], object]] = {
@@ -181,7 +171,7 @@ _PARSERS: dict[str, Callable[[str, object], object]] = {
     "top_p": _real,
     "min_p": _real,
     "repetition_penalty": _real,
-    "seed": _seed,
+    "seed": _whole,
     "max_tokens": _whole,
 }
 _ENGINE_FIELDS = {

@@ -188,7 +188,7 @@ class SamplingConfig:
                 "repetition penalty", self.repetition_penalty, "Give more than 0; 1 is off."
             )
         if self.seed is not None and not 0 <= self.seed < 2**63:
-            raise ConfigError.for_field("seed", self.seed, "Give a whole number from 0 to 2^63-1.")
+            raise ConfigError.for_field("seed", self.seed, f"Give 0 to {2**63 - 1}.")
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
             raise ConfigError.for_field("max tokens", self.max_new_tokens, "Give at least 1.")
 

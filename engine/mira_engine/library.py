@@ -121,6 +121,15 @@ class ModelLibrary:
                 f"{folder} holds no model: it has no config.json.",
                 hint="Give the folder of a downloaded checkpoint.",
             )
+        if folder.is_file():
+            raise UnknownModelError(
+                f"{folder} is a file.", hint="Give the folder with config.json in it."
+            )
+        if model.startswith((".", "~", "/")):
+            raise UnknownModelError(
+                f"The folder {folder} does not exist.",
+                hint="Give the folder of a downloaded checkpoint, or builtin.",
+            )
         raise UnknownModelError(
             f"There is no model {model!r}.",
             hint="Downloading from the hub is not there yet: give builtin, or the folder of a "

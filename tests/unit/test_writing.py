@@ -90,7 +90,7 @@ def test_require_space_names_needed_free_and_missing_bytes(tmp_path, monkeypatch
     require_space(tmp_path, 1000, "A thing")
     with pytest.raises(DiskSpaceError, match=r"3000 bytes.*1000 bytes") as caught:
         require_space(tmp_path, 3000, "A thing")
-    assert "2000 bytes more" in caught.value.hint
+    assert "Free 2.0 KiB more" in caught.value.hint
 
 
 def test_free_bytes_of_a_folder_that_is_not_there_yet(tmp_path):
