@@ -404,6 +404,7 @@ class Engine:
     def stats(self) -> ReplyStats:
         """Returns the figures of the running or the last reply."""
         return self.executor.meter.snapshot(
+            expert_peak_bytes=self.executor.expert_bytes,
             peak_memory_bytes=self._probe.peak_bytes(),
             planned_memory_bytes=self.plan.total_bytes,
         )

@@ -266,7 +266,7 @@ def test_no_room_is_said_before_anything_is_written(tiny_checkpoint, home_of, mo
     seen = []
     with pytest.raises(DiskSpaceError, match="1000 bytes") as caught:
         prepare(home, Precision.NESTED, on_progress=lambda *args: seen.append(args))
-    assert "bytes more" in caught.value.hint
+    assert "MiB more" in caught.value.hint
     assert seen == []
     assert hashes(home) == {}
 

@@ -110,6 +110,12 @@ class ExpertExecutor:
             plan.compute(module, expert, self.draft.expert(layer, expert))
         return plan.outputs()
 
+    @property
+    def expert_bytes(self) -> int:
+        """Device bytes that experts hold now, the draft included. Slots stay filled."""
+        draft_bytes = self.draft.num_bytes if self.draft is not None else 0
+        return draft_bytes + self.residency.num_used * self.transfer.record_bytes
+
     def collect(self, landed: list[Completion]) -> None:
         """Marks landed slots READY and counts their bytes.
 
@@ -278,10 +284,6 @@ class _LayerRun:
             self._pin(fetch.expert)
             self._waiting.add(fetch.expert)
             executor.transfer.submit(fetch.expert, fetch.slot, is_demand=True)
-            used = executor.residency.num_used * executor.transfer.record_bytes
-            if executor.draft is not None:
-                used += executor.draft.num_bytes
-            executor.meter.expert_peak_bytes = max(executor.meter.expert_peak_bytes, used)
 
     def _await_some(self) -> None:
         """Waits for a record, computes what has landed and submits what now has room."""

@@ -44,7 +44,6 @@ class ReplyMeter:
     num_rounds: int = 0
     draft_s: float = 0.0
     verify_s: float = 0.0
-    expert_peak_bytes: int = 0
     started_at: float = 0.0
     first_token_at: float | None = None
     last_token_at: float | None = None
@@ -60,7 +59,9 @@ class ReplyMeter:
         self.last_token_at = now
         self.num_new_tokens += 1
 
-    def snapshot(self, *, peak_memory_bytes: int, planned_memory_bytes: int) -> ReplyStats:
+    def snapshot(
+        self, *, expert_peak_bytes: int, peak_memory_bytes: int, planned_memory_bytes: int
+    ) -> ReplyStats:
         """Returns the figures so far."""
         first, last = self.first_token_at, self.last_token_at
         traffic = self.decode
@@ -83,7 +84,7 @@ class ReplyMeter:
             num_drafted=self.num_drafted,
             num_accepted=self.num_accepted,
             num_rounds=self.num_rounds,
-            expert_peak_bytes=self.expert_peak_bytes,
+            expert_peak_bytes=expert_peak_bytes,
             peak_memory_bytes=peak_memory_bytes,
             planned_memory_bytes=planned_memory_bytes,
         )
