@@ -91,7 +91,7 @@ class FakeEngine:
 
     def beat(self) -> None:
         while True:
-            time.sleep(0.1)
+            time.sleep(0.1)  # the pace of heartbeats, as the real engine has one
             self.emit(api.Heartbeat(uptime_s=time.monotonic() - self.started))
 
     def run(self) -> int:
@@ -140,7 +140,7 @@ class FakeEngine:
                     detail="layer",
                 )
             )
-            time.sleep(0.005)
+            time.sleep(0.005)  # steps a watcher can see one by one
         if "marker" in self.modes:
             with open(self.modes["marker"], "w"):
                 pass
@@ -186,7 +186,7 @@ class FakeEngine:
             if num == 2 and "fail-reply" in self.modes:
                 self.fail(request, api.ContextLengthError("The prompt is too long.", hint="Less."))
                 return
-            time.sleep(0.01)
+            time.sleep(0.01)  # tokens at a pace that leaves time to stop or kill
         self.emit(
             api.GenerationDone(request_id=request.request_id, text=text, reason=reason, stats=STATS)
         )

@@ -329,8 +329,9 @@ def _answer_fixed_question(settings: Settings, *, has_own_limit: bool) -> None:
 
     from .answer import Answer
 
-    if not has_own_limit and settings.sampling.max_new_tokens is None:
-        sampling = dataclasses.replace(settings.sampling, max_new_tokens=FIXED_MAX_TOKENS)
+    if not has_own_limit:
+        limit = min(settings.sampling.max_new_tokens or FIXED_MAX_TOKENS, FIXED_MAX_TOKENS)
+        sampling = dataclasses.replace(settings.sampling, max_new_tokens=limit)
         settings = dataclasses.replace(settings, sampling=sampling)
     typer.echo("note: there is no terminal here; asking one question.", err=True)
     typer.echo(f"> {FIXED_QUESTION}", err=True)

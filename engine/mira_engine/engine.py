@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import torch
+from mira_kernels.weights import Int4Layout
 
 from .checkpoint.store import ExpertStore
 from .config import EngineConfig, MemoryAmount, SamplingConfig, format_bytes
@@ -54,7 +55,7 @@ from .runtime.probe import bound_kernel_cache, default_num_threads
 from .runtime.slots import DraftArena, SlotArena, SlotBinder, slot_planes
 from .runtime.telemetry import MemoryProbe, ReplyMeter
 from .runtime.transfer import LinkThrottle
-from .types import ExpertId, FinishReason, Phase, Plane, Precision
+from .types import ComputeDtype, ExpertId, FinishReason, Phase, Plane, Precision
 
 DEFAULT_BUDGET = MemoryAmount(share=0.75)
 """Budget where nobody chose one. It leaves something to see on a model that would fit."""
@@ -215,13 +216,33 @@ class Engine:
         self.state = StateManager(
             self.model, capacity=self.context_length, is_rollback_wanted=has_draft
         )
+        self._num_verified = 0
+        """Cached tokens whose state the target made; a draft in progress adds others."""
         self.passes = ModelPasses(self.model, self.executor, self.state)
+        self._tell_load_fallbacks()
         self.draft_stage = DraftStage(
             self.passes,
             self.executor,
             is_prefetch_enabled=config.is_prefetch_enabled,
             num_reserved_slots=min(2, self.plan.num_slots - 1),
         )
+
+    def _tell_load_fallbacks(self) -> None:
+        """Says what is slower or less exact here than it could be."""
+        fmt = self._draft_source.format if self.executor.draft else self._target.format
+        is_unpacked = fmt.group_size is not None and (
+            fmt.layout == Int4Layout.ROWS or not fmt.is_native
+        )
+        if is_unpacked and self.config.dtype is ComputeDtype.BFLOAT16:
+            self._notice(
+                "unpacked-experts",
+                "INT4 experts are unpacked for every use: this processor has no packed kernel "
+                "for them, or their sizes do not fit it.",
+            )
+        if not self._probe.is_exact:
+            self._notice(
+                "sampled-memory", "Peak memory is sampled here: a short peak can be missed."
+            )
 
     def _locate(self, expert: ExpertId, plane: Plane) -> tuple[Path, int, int]:
         return self._target.record_location(expert.layer, plane, expert.expert)
@@ -319,6 +340,7 @@ class Engine:
         meter.num_prompt_tokens = len(prompt)
         meter.num_cached_tokens = self.state.reuse_prefix(prompt)
         history = list(prompt)
+        self._num_verified = self.state.num_cached
         try:
             yield from self._read_prompt(history, sampler)
             meter.on_token()
@@ -336,10 +358,10 @@ class Engine:
                         break
             return FinishReason.STOP
         except CancelledError:
-            self.state.recover()
+            self.state.recover(self._num_verified)
             return FinishReason.CANCELLED
         except MiraError:
-            self.state.recover()
+            self.state.reset()  # What it holds may be the cause, nan for example.
             raise
         finally:
             self.executor.abandon_failed()
@@ -359,6 +381,7 @@ class Engine:
                 )
             logits = self.passes.forward(history[start : start + size], Phase.PREFILL)
             self.state.rollback(0)
+            self._num_verified = self.state.num_cached
             yield (self.state.num_cached, total)
         assert logits is not None
         history.append(sampler.draw(history, logits[-1]).token)
@@ -387,6 +410,7 @@ class Engine:
         logits = self.passes.forward(candidates, phase, num_logits=len(candidates))
         num_accepted, following = sampler.accept(history, drafted, logits)
         self.state.rollback(len(drafted) - num_accepted)
+        self._num_verified = self.state.num_cached
         meter.verify_s += time.perf_counter() - started
         if drafted:
             meter.num_rounds += 1

@@ -47,7 +47,8 @@ from mira_engine.events import (
 )
 from mira_engine.library import ModelHome, ModelLibrary
 from mira_engine.prepare import preflight, prepare
-from mira_engine.types import ComputeDtype, FinishReason, Plane, Precision
+from mira_engine.runtime.telemetry import MemoryProbe
+from mira_engine.types import ComputeDtype, FinishReason, Phase, Plane, Precision
 
 CHAT = (ChatMessage(role="user", content="Hello, who are you?"),)
 CONFIG = EngineConfig(
@@ -189,6 +190,64 @@ def test_end_of_text_inside_a_draft_ends_the_reply(load: Callable[..., Engine]) 
     engine._end_ids = frozenset({end})
     stopped = [t for t in engine.reply(prompt, sampling) if isinstance(t, int)]
     assert stopped == tokens[: tokens.index(end) + 1]
+
+
+def test_cancel_in_a_draft_leaves_only_the_target_s_own_state(
+    tmp_path: Path, tiny_checkpoint: Callable[..., Path]
+) -> None:
+    """What a broken-off draft wrote must not serve as the prefix of the next turn.
+
+    On a family with full attention, which keeps its state after a cancel.
+    """
+    full = ModelLibrary(tmp_path).resolve(str(tiny_checkpoint("olmoe", tokenizer=True)))
+    prepare(full, Precision.NESTED, on_progress=lambda *_: None, is_cancelled=lambda: False)
+    engine, fresh = (Engine.load(full, replace(CONFIG, num_draft_tokens=k)) for k in (4, 0))
+    engine._end_ids = frozenset()
+    prompt = engine.render(CHAT)
+    num_drafting = 0
+
+    def is_cancelled() -> bool:
+        nonlocal num_drafting
+        num_drafting += engine.executor.phase is Phase.DRAFT
+        return num_drafting > 2 * engine.lookahead.num_layers + 1  # inside the third step
+
+    engine.executor.is_cancelled = is_cancelled
+    reply = engine.reply(prompt, SamplingConfig(max_new_tokens=20))
+    made = [step for step in reply if isinstance(step, int)]
+    engine.executor.is_cancelled = lambda: False
+    assert made, "the first token comes before any draft"
+    assert engine.state.tokens == prompt
+
+    longer = [*prompt, *made, 65, 66]
+    for each in (engine, fresh):
+        each._end_ids = frozenset()
+        list(each.reply(longer, SamplingConfig(max_new_tokens=1)))
+    assert engine.stats().num_cached_tokens > 0
+    for ours, theirs in zip(engine.state.cache.layers, fresh.state.cache.layers, strict=True):
+        torch.testing.assert_close(ours.keys, theirs.keys, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(ours.values, theirs.values, rtol=1e-4, atol=1e-5)
+    for each in (engine, fresh):
+        each.close()
+
+
+def test_unpacked_experts_are_announced(load: Callable[..., Engine]) -> None:
+    notices: list[Notice] = []
+    engine = load(notices=notices, dtype=ComputeDtype.BFLOAT16)
+    is_packed = engine._target.format.layout != "rows"
+    assert ("unpacked-experts" in [n.code for n in notices]) is not is_packed
+    exact: list[Notice] = []
+    load(notices=exact)  # float32 arithmetic always unpacks
+    assert "unpacked-experts" not in [n.code for n in exact]
+
+
+def test_sampled_memory_is_announced(
+    load: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MemoryProbe, "_reset_peak", staticmethod(lambda: False))
+    notices: list[Notice] = []
+    engine = load(notices=notices)
+    assert "sampled-memory" in [n.code for n in notices]
+    assert engine.stats().peak_memory_bytes >= 0
 
 
 def test_emulated_link_is_announced_and_slows(load: Callable[..., Engine]) -> None:

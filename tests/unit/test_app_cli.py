@@ -225,6 +225,17 @@ def test_no_arguments_without_terminal_answers_one_fixed_question(mira):
     assert "> In one sentence: what is a cache?" in done.stderr
 
 
+@pytest.mark.parametrize(("given", "limit"), [(None, cli.FIXED_MAX_TOKENS), (7, 7), (500, 500)])
+def test_fixed_question_has_a_short_limit_unless_one_is_given(monkeypatch, given, limit):
+    asked = []
+    monkeypatch.setattr(
+        cli, "_run", lambda prompt, settings, *rest, **kinds: asked.append(settings)
+    )
+    settings = cli._settings({"max_tokens": given})
+    cli._answer_fixed_question(settings, has_own_limit=given is not None)
+    assert asked[0].sampling.max_new_tokens == limit
+
+
 def test_dumb_terminal_counts_as_none(monkeypatch):
     class Screen:
         def isatty(self):

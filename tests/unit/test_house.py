@@ -186,9 +186,6 @@ def heavy_modules_loaded_by(module: str, *, cwd: Path, path: str) -> set[str]:
     return loaded & HEAVY
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("mira_app.tui.app") is None, reason="no terminal interface yet"
-)
 @pytest.mark.parametrize("module", ["mira_app.cli", "mira_app.tui.app", "mira_engine.api"])
 def test_start_of_app_loads_no_torch(module, repository):
     path = source_path(repository)

@@ -169,13 +169,15 @@ class StateManager:
             del self.tokens[-surplus:]
         return common
 
-    def recover(self) -> None:
-        """Makes the cache whole after a pass that was broken off between layers.
+    def recover(self, num_tokens: int) -> None:
+        """Makes the cache whole after a reply was broken off inside a pass or a draft.
 
-        Layers that had already run hold more tokens than the others; each is cut back to
-        the committed length. Where that is not possible the state is dropped, and the
-        next reply reads the chat again.
+        Layers that had already run hold more tokens than the others, and a draft's tokens
+        have the draft's state: all layers are cut back to `num_tokens`, the target's own
+        prefix. Where that is not possible the state is dropped, and the next reply reads
+        the chat again.
         """
+        del self.tokens[num_tokens:]
         if not self.can_shorten:
             self.reset()
             return

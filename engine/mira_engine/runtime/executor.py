@@ -147,14 +147,6 @@ class ExpertExecutor:
             self.residency.abandon(item.slot)
         self._failed.clear()
 
-    def wait_until_idle(self) -> None:
-        """Waits for every submitted record; for tests and for unloading."""
-        for expert, slot in list(self.residency.residents()):
-            while self.residency.state(slot) is SlotState.LOADING:
-                if self.residency.expert_in(slot) != expert:
-                    break
-                self.collect(self.transfer.wait_any(_WAIT_SLICE_S))
-
     def _traffic(self) -> TrafficCounters:
         return self.meter.prefill if self.phase is Phase.PREFILL else self.meter.decode
 
