@@ -287,7 +287,8 @@ def _find_wrong() -> str | None:
     for layout in (Int4Layout.CPU_PACKED_AVX512, Int4Layout.CPU_PACKED_AVX2):
         scales = torch.stack((factors, factors.flip(0)), 1).to(torch.bfloat16)
         stored = packing.arrange_scales(scales, layout)
-        planes = [packing.pack_codes(codes, layout) for codes in (entries % 15 - 7, entries % 16 - 8)]
+        codes = (entries % 15 - 7, entries % 16 - 8)
+        planes = [packing.pack_codes(plane, layout).contiguous() for plane in codes]
         hi = Int4Weight(planes[0], stored, 32, (64, 64), layout)
         nested = NestedWeight(hi, planes[1])
         y = ops.int4_linear(x, hi.packed, stored, 32, layout.block_rows)
