@@ -81,6 +81,13 @@ def _ones(num_entries: int) -> Tensor:
         return torch.ones(num_entries, dtype=torch.bfloat16)
 
 
+@functools.cache
+def ones(num_entries: int) -> Tensor:
+    """Scales of one, float32, for the native INT8 product."""
+    with torch.inference_mode(False):
+        return torch.ones(num_entries)
+
+
 def int4_linear(x: Tensor, weight: Int4Weight) -> Tensor:
     """`x @ W.T` by torch's INT4 kernel; x contiguous bfloat16 `[M, K]`, native layout."""
     return _int4_mm(x, weight.packed, weight.group_size, weight.scales)

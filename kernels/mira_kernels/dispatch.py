@@ -1,7 +1,8 @@
 """Which kernel multiplies: by weight, dtype, processor and number of rows.
 
 `linear` is the only thing the engine calls. For the same weight, x and number of rows
-the result is the same, bit for bit, at any time. Knows no model and no store. Any thread.
+the result is the same, bit for bit, at any time, provided that `native.load` comes before
+the first product or between replies. Knows no model and no store. Any thread.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import cpu
+from . import cpu, native
 from .packing import fits_layout
-from .weights import Int4Layout, Int4Weight, Int8Weight, NestedWeight, Weight
+from .weights import DenseWeight, Int4Layout, Int4Weight, Int8Weight, NestedWeight, Weight
 
 # Crossovers, measured 2026-11-29 on one thread of an EPYC (Zen 4, AVX512), both matrices of
 # an expert, hidden / intermediate 576 / 512 (group 64) and 2048 / 1408 (group 128), packed
@@ -29,6 +30,27 @@ MAX_ROWS_NESTED = 22
 
 MAX_ROWS_INT8 = 11
 """Most rows for the INT8 kernel."""
+
+# The C++ kernels, measured 2026-11-30 on the same machine in the same way, their time over
+# that of the fastest of the others, up-projections of both sizes:
+#            rows   8          16         22         32         48
+#   dense         .75 / .74  .93 / .81  1.03 / .86 1.13 / .98 1.19 / .98
+#   int8          .71 / .59  .71 / .60  .85 / .71  1.03 / .86 1.19 / 1.38
+#   int4          .52 / .48  .52 / .50  .48 / .46  .49 / .47  .48 / .47
+#   nested        .38 / .35  .37 / .36  .37 / .20  .48 / .25  .62 / .35
+# With weights that no cache holds a single row gains more: `tests/bench/kernels.py`.
+
+MAX_ROWS_NATIVE_DENSE = 22
+"""Most rows for the native dense kernel."""
+
+MAX_ROWS_NATIVE_INT8 = 32
+"""Most rows for the native INT8 kernel."""
+
+MAX_ROWS_NATIVE_INT4 = 48
+"""Most rows for the native INT4 kernel."""
+
+MAX_ROWS_NATIVE_NESTED = 48
+"""Most rows for the native nested kernel."""
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
@@ -55,7 +77,39 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     return y if bias is None else y.add_(bias)
 
 
+def _native_linear(x: Tensor, weight: Weight) -> Tensor | None:
+    """`x @ W.T` by the C++ kernels, `None` where they do not do it or others are faster."""
+    num_rows, ops = x.shape[0], torch.ops.mira
+    match weight:
+        case DenseWeight(data=data):
+            if num_rows > MAX_ROWS_NATIVE_DENSE or data.dtype is not torch.bfloat16:
+                return None
+            return ops.dense_linear(x, data, None) if data.is_contiguous() else None
+        case Int8Weight(codes=codes, scale=scale):
+            if num_rows > MAX_ROWS_NATIVE_INT8 or not codes.is_contiguous():
+                return None
+            if weight.scale_axis == 1:
+                scaled = x * scale.reshape(-1)
+                return ops.int8_linear(scaled, codes, cpu.ones(codes.shape[0]), None)
+            return ops.int8_linear(x, codes, scale.reshape(-1).float(), None)
+        case Int4Weight(layout=layout):
+            if num_rows > MAX_ROWS_NATIVE_INT4 or not layout.is_packed:
+                return None
+            packed, scales = weight.packed.contiguous(), weight.scales.contiguous()
+            return ops.int4_linear(x, packed, scales, weight.group_size, layout.block_rows)
+        case NestedWeight(hi=hi):
+            if num_rows > MAX_ROWS_NATIVE_NESTED or not hi.layout.is_packed:
+                return None
+            packed, scales, lo = hi.packed.contiguous(), hi.scales.contiguous(), weight.lo
+            block_rows = hi.layout.block_rows
+            return ops.nested_linear(x, packed, scales, lo.contiguous(), hi.group_size, block_rows)
+
+
 def _bfloat16_linear(x: Tensor, weight: Weight) -> Tensor:
+    if native.is_loaded():
+        y = _native_linear(x, weight)
+        if y is not None:
+            return y
     kind, num_rows = type(weight), x.shape[0]
     if kind is NestedWeight:
         if num_rows <= MAX_ROWS_NESTED and weight.hi.layout is cpu.native_int4_layout():
@@ -70,9 +124,9 @@ def _bfloat16_linear(x: Tensor, weight: Weight) -> Tensor:
 
 def preferred_int4_layout(num_outputs: int, num_inputs: int, group_size: int) -> Int4Layout:
     """The fastest layout on this machine for a matrix `[num_outputs, num_inputs]`."""
-    native = cpu.native_int4_layout()
-    if native is not None and fits_layout(native, num_outputs, num_inputs, group_size):
-        return native
+    layout = cpu.native_int4_layout()
+    if layout is not None and fits_layout(layout, num_outputs, num_inputs, group_size):
+        return layout
     return Int4Layout.ROWS
 
 
@@ -83,16 +137,24 @@ def is_native(layout: Int4Layout) -> bool:
 
 def describe() -> tuple[str, ...]:
     """One line per kind of weight: which kernel runs here, and up to how many rows."""
-    native = cpu.native_int4_layout()
+    layout = cpu.native_int4_layout()
     capability = torch.backends.cpu.get_cpu_capability()
-    if native is None:
+    if layout is None:
         int4 = nested = f"unpacked for every product (no packed kernel for {capability})"
     else:
-        int4 = f"packed kernel ({native}) up to {MAX_ROWS_INT4} rows, then unpacked"
-        nested = f"two packed products ({native}) up to {MAX_ROWS_NESTED} rows, then unpacked"
+        int4 = f"packed kernel ({layout}) up to {MAX_ROWS_INT4} rows, then unpacked"
+        nested = f"two packed products ({layout}) up to {MAX_ROWS_NESTED} rows, then unpacked"
+    dense = "torch linear"
+    int8 = f"packed kernel ({capability}) up to {MAX_ROWS_INT8} rows, then unpacked"
+    if native.is_loaded():
+        dense = f"native kernel up to {MAX_ROWS_NATIVE_DENSE} rows, then torch linear"
+        int8 = f"native kernel up to {MAX_ROWS_NATIVE_INT8} rows, then unpacked"
+        packed = "native kernel (packed layouts) up to"
+        int4 = f"{packed} {MAX_ROWS_NATIVE_INT4} rows, then unpacked"
+        nested = f"{packed} {MAX_ROWS_NATIVE_NESTED} rows, then unpacked"
     return (
-        "dense: torch linear",
-        f"int8: packed kernel ({capability}) up to {MAX_ROWS_INT8} rows, then unpacked",
+        f"dense: {dense}",
+        f"int8: {int8}",
         f"int4: {int4}",
         f"nested: {nested}",
         "float32 arithmetic: unpacked exactly for every product",
