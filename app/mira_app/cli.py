@@ -103,6 +103,22 @@ Threads = Annotated[
     int | None,
     _option("--threads", metavar="N", help="Threads of the arithmetic; all cores but one else."),
 ]
+Compile = Annotated[
+    str | None,
+    _option(
+        "--compile",
+        metavar="WHEN",
+        help="Compile steps: auto (beside the chat, once), wait (before the first reply) or off.",
+    ),
+]
+DraftDense = Annotated[
+    str | None,
+    _option(
+        "--draft-dense",
+        metavar="HOW",
+        help="Dense layers of a draft: auto, target (the target's own) or int8 (copies).",
+    ),
+]
 NoPrefetch = Annotated[bool, typer.Option("--no-prefetch", help="Load experts on demand only.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 Plain = Annotated[bool, typer.Option("--plain", help="Plain lines: no bars, no colours.")]
@@ -140,6 +156,8 @@ def chat(
     link_rate: LinkRate = None,
     link_latency: LinkLatency = None,
     threads: Threads = None,
+    compile_when: Compile = None,
+    draft_dense: DraftDense = None,
     no_prefetch: NoPrefetch = False,
     version: Annotated[
         bool,
@@ -188,6 +206,8 @@ def run(
     link_rate: LinkRate = None,
     link_latency: LinkLatency = None,
     threads: Threads = None,
+    compile_when: Compile = None,
+    draft_dense: DraftDense = None,
     no_prefetch: NoPrefetch = False,
     is_json: Json = False,
     is_plain: Plain = False,
@@ -241,9 +261,10 @@ def make_client() -> EngineClient:
     from mira_engine.api import default_engine_command
 
     from .engine_client import EngineClient
-    from .paths import data_dir, log_dir
+    from .paths import cache_dir, data_dir, log_dir
 
-    return EngineClient(default_engine_command(data_dir()), log_dir=log_dir())
+    command = default_engine_command(data_dir(), cache_dir())
+    return EngineClient(command, log_dir=log_dir())
 
 
 def make_catalog() -> Catalog:
@@ -256,7 +277,7 @@ def make_catalog() -> Catalog:
 
 def _flags(given: dict[str, object]) -> dict[str, object]:
     """Turns a command's arguments into settings by name; leaves out what is none."""
-    names = {"context_length": "context"}
+    names = {"context_length": "context", "compile_when": "compile"}
     left_out = ("context", "prompt", "is_json", "is_plain", "no_prefetch", "version")
     flags = {names.get(n, n): value for n, value in given.items() if n not in left_out}
     flags["prefetch"] = False if given["no_prefetch"] else None

@@ -35,3 +35,12 @@ def log_dir(environ: Mapping[str, str] = os.environ) -> Path:
     import platformdirs
 
     return Path(platformdirs.user_log_dir(_APP_NAME, appauthor=False))
+
+
+def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
+    """Returns the directory of what can be made again, beside the data where that was moved."""
+    if environ.get(DATA_DIR_VARIABLE):
+        return data_dir(environ) / "cache"
+    import platformdirs
+
+    return Path(platformdirs.user_cache_dir(_APP_NAME, appauthor=False))

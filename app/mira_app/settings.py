@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from mira_engine.api import (
+    CompileMode,
     ComputeDtype,
     ConfigError,
+    DraftDense,
     EngineConfig,
     LinkConfig,
     MemoryAmount,
@@ -166,6 +168,8 @@ _PARSERS: dict[str, Callable[[str, object], object]] = {
     "link_latency": _milliseconds,
     "threads": _whole,
     "prefetch": _switch,
+    "compile": _choice(CompileMode),
+    "draft_dense": _choice(DraftDense),
     "temperature": _real,
     "top_k": _whole,
     "top_p": _real,
@@ -182,6 +186,8 @@ _ENGINE_FIELDS = {
     "context": "context_length",
     "threads": "num_threads",
     "prefetch": "is_prefetch_enabled",
+    "compile": "compile_mode",
+    "draft_dense": "draft_dense",
 }
 _SAMPLING_FIELDS = {
     "temperature": "temperature",

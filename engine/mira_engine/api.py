@@ -63,7 +63,7 @@ from .events import (
     StatsSample,
     TokenDelta,
 )
-from .types import ComputeDtype, FinishReason, Precision
+from .types import CompileMode, ComputeDtype, DraftDense, FinishReason, Precision
 from .wire import decode, encode, to_plain
 
 if typing.TYPE_CHECKING:
@@ -77,10 +77,12 @@ __all__ = [
     "CancelledError",
     "ChatMessage",
     "CheckpointError",
+    "CompileMode",
     "ComputeDtype",
     "ConfigError",
     "ContextLengthError",
     "DiskSpaceError",
+    "DraftDense",
     "EngineConfig",
     "EngineProcessError",
     "EngineReady",
@@ -137,10 +139,17 @@ def __getattr__(name: str) -> object:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def default_engine_command(data_dir: Path) -> list[str]:
+def default_engine_command(data_dir: Path, cache_dir: Path | None = None) -> list[str]:
     """Returns the command line of the engine process.
 
     The process reads requests from standard input and writes events to standard output,
     one line of JSON each; the end of standard input is a shutdown.
+
+    Args:
+        data_dir: Models and expert stores.
+        cache_dir: Native kernels and compiled steps; without it there are none.
     """
-    return [sys.executable, "-m", "mira_engine.worker", "--data-dir", str(data_dir)]
+    command = [sys.executable, "-m", "mira_engine.worker", "--data-dir", str(data_dir)]
+    if cache_dir is not None:
+        command += ["--cache-dir", str(cache_dir)]
+    return command

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, field
 
 from .errors import ConfigError
-from .types import ComputeDtype, Precision
+from .types import CompileMode, ComputeDtype, DraftDense, Precision
 
 MAX_DRAFT_TOKENS = 32
 """Largest speculation depth K. Source: Specter, selection of K (K_max = 32)."""
@@ -120,6 +120,8 @@ class EngineConfig:
         is_prefetch_enabled: Whether the draft's routing loads experts ahead.
         is_direct_io: Whether to ask for O_DIRECT.
         num_threads: Threads of the arithmetic, `None` for all physical cores but one.
+        compile_mode: Whether native kernels and compiled steps are made and used.
+        draft_dense: What a draft multiplies with outside of the routed experts.
     """
 
     precision: Precision = Precision.NESTED
@@ -133,6 +135,8 @@ class EngineConfig:
     is_prefetch_enabled: bool = True
     is_direct_io: bool = True
     num_threads: int | None = None
+    compile_mode: CompileMode = CompileMode.AUTO
+    draft_dense: DraftDense = DraftDense.AUTO
 
     def __post_init__(self) -> None:
         k = self.num_draft_tokens

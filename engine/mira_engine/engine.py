@@ -9,12 +9,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import torch
+from mira_kernels import native
 from mira_kernels.weights import Int4Layout
 
+from .checkpoint.experts import expert_modules_of
 from .checkpoint.store import ExpertStore
 from .config import EngineConfig, MemoryAmount, SamplingConfig, format_bytes
 from .errors import (
@@ -41,21 +44,34 @@ from .model.chat import ChatRenderer, Detokeniser, end_token_ids, load_tokenizer
 from .model.experts import stamp
 from .model.facts import context_length, gather_facts, longest_context
 from .model.kv import StateManager
-from .model.loader import load_backbone
+from .model.linear import DenseSwitch, add_draft_copies, use_native_linear
+from .model.loader import TORCH_DTYPES, load_backbone
 from .model.sampling import Sampler
+from .model.steps import StepSpec
 from .policy.budget import plan_memory
 from .policy.eviction import LruEviction
 from .policy.lookahead import ExpertLookaheadBuffer
 from .policy.residency import ResidencyTable
+from .runtime.capture import StepCapture
 from .runtime.disk import DiskTransfer
 from .runtime.draft import DraftStage
 from .runtime.executor import ExpertExecutor
+from .runtime.fused import FusedExperts, is_fusable
 from .runtime.passes import ModelPasses
 from .runtime.probe import bound_kernel_cache, default_num_threads
 from .runtime.slots import DraftArena, SlotArena, SlotBinder, slot_planes
 from .runtime.telemetry import MemoryProbe, ReplyMeter
 from .runtime.transfer import LinkThrottle
-from .types import ComputeDtype, ExpertId, FinishReason, Phase, Plane, Precision
+from .types import (
+    CompileMode,
+    ComputeDtype,
+    DraftDense,
+    ExpertId,
+    FinishReason,
+    Phase,
+    Plane,
+    Precision,
+)
 
 DEFAULT_BUDGET = MemoryAmount(share=0.75)
 """Budget where nobody chose one. It leaves something to see on a model that would fit."""
@@ -77,10 +93,12 @@ class Engine:
         *,
         home: ModelHome,
         config: EngineConfig,
+        cache_dir: Path | None,
         on_notice: OnNotice,
         is_cancelled: Callable[[], bool],
     ) -> None:
         self.home = home
+        self._cache_dir = cache_dir if config.compile_mode is not CompileMode.OFF else None
         self.config = config
         self._notify = on_notice
         self._is_load_cancelled = is_cancelled
@@ -101,6 +119,7 @@ class Engine:
         home: ModelHome,
         config: EngineConfig,
         *,
+        cache_dir: Path | None = None,
         on_notice: OnNotice | None = None,
         is_cancelled: Callable[[], bool] = lambda: False,
     ) -> Engine:
@@ -109,7 +128,8 @@ class Engine:
         Args:
             home: A model that is ready in `config.precision`.
             config: Precision, budget, K and the rest.
-            on_notice: Told every fallback, from the calling thread.
+            cache_dir: Where native kernels and compiled steps are kept; `None` for none.
+            on_notice: Told every fallback, from the calling or a background thread.
             is_cancelled: Asked between the steps of loading.
 
         Raises:
@@ -120,6 +140,7 @@ class Engine:
         return cls(
             home=home,
             config=config,
+            cache_dir=cache_dir,
             on_notice=on_notice or (lambda notice: None),
             is_cancelled=is_cancelled,
         )
@@ -142,7 +163,7 @@ class Engine:
         num_draft_tokens = self.config.num_draft_tokens
         if self.config.precision is Precision.INT4:
             num_draft_tokens = 0  # The target is the draft itself.
-        plan, note = plan_memory(facts, budget, num_draft_tokens)
+        plan, note = plan_memory(facts, budget, num_draft_tokens, self.config.draft_dense)
         if note:
             self._notice("speculation-off", note)
         available = psutil.virtual_memory().available
@@ -161,6 +182,7 @@ class Engine:
         folder = self.home.backbone_dir
         check_cancelled(self._is_load_cancelled)
         self.model = load_backbone(folder, config.dtype)
+        self._switch = DenseSwitch()
         check_cancelled(self._is_load_cancelled)
         self._tokenizer = load_tokenizer(folder) if _has_tokenizer(folder) else None
         self._end_ids = end_token_ids(folder, self.model.config, self._tokenizer)
@@ -199,10 +221,11 @@ class Engine:
             throttle=throttle,
         )
         self.lookahead = ExpertLookaheadBuffer(manifest.num_layers, manifest.num_experts)
+        self._bind = SlotBinder(self._target.format, self._slots, draft)
         self.executor = ExpertExecutor(
             residency=ResidencyTable(self.plan.num_slots, LruEviction()),
             transfer=self.transfer,
-            bind=SlotBinder(self._target.format, self._slots, draft),
+            bind=self._bind,
             draft=draft,
             lookahead=self.lookahead,
         )
@@ -218,7 +241,11 @@ class Engine:
         )
         self._num_verified = 0
         """Cached tokens whose state the target made; a draft in progress adds others."""
-        self.passes = ModelPasses(self.model, self.executor, self.state)
+        self.passes = ModelPasses(self.model, self.executor, self.state, self._switch)
+        self._capture: StepCapture | None = None
+        self._is_native = False
+        if self._cache_dir is not None:
+            self._start_capture(self._cache_dir)
         self._tell_load_fallbacks()
         self.draft_stage = DraftStage(
             self.passes,
@@ -226,6 +253,79 @@ class Engine:
             is_prefetch_enabled=config.is_prefetch_enabled,
             num_reserved_slots=min(2, self.plan.num_slots - 1),
         )
+
+    def _start_capture(self, cache_dir: Path) -> None:
+        """Takes up native kernels that are there, and has the rest made in the background."""
+        if native.is_built(cache_dir):
+            status = native.load(cache_dir)
+            if not status.is_available:
+                self._notice("no-native-kernels", f"Steps run uncompiled: {status.reason}")
+                return
+            self._use_native()
+        self._capture = StepCapture(
+            self.model, self.home.backbone_dir, cache_dir, on_notice=self._notice
+        )
+        self._capture.start(self._wanted_steps(), TORCH_DTYPES[self.config.dtype])
+        if self.config.compile_mode is CompileMode.WAIT:
+            self._capture.wait(self._is_load_cancelled)
+            check_cancelled(self._is_load_cancelled)
+        self._take_captured()
+
+    def _wanted_steps(self) -> list[StepSpec]:
+        """The steps of the loop: decoding, or drafting and verifying K tokens."""
+        if not self.state.is_static:
+            self._notice(
+                "uncompiled",
+                f"Steps run uncompiled: {self.model.config.model_type} models keep sliding "
+                "windows or running states.",
+            )
+            return []
+        is_bfloat16 = self.config.dtype is ComputeDtype.BFLOAT16
+        plan = self.plan
+        base = StepSpec(
+            dtype=self.config.dtype,
+            is_native=is_bfloat16,
+            draft_dense=DraftDense.INT8 if plan.draft_dense_bytes else DraftDense.TARGET,
+            is_draft=False,
+            num_tokens=1,
+        )
+        # A target's step does not have the copies among its inputs.
+        target = replace(base, draft_dense=DraftDense.TARGET)
+        if plan.num_draft_tokens:
+            draft = replace(base, is_draft=True)
+            return [draft, replace(target, num_tokens=plan.num_draft_tokens + 1), target]
+        return [target]
+
+    def _take_captured(self) -> None:
+        """Takes up what the background made. Between replies: roundings differ."""
+        if self._capture is None or self._cache_dir is None:
+            return
+        if not self._is_native and native.is_built(self._cache_dir):
+            if not native.load(self._cache_dir).is_available:
+                return
+            self._use_native()
+        if self._is_native:
+            self.passes.add_steps(self._capture.take_ready())
+
+    def _use_native(self) -> None:
+        """Switches dense layers, experts and the draft to the native kernels."""
+        self._is_native = True
+        use_native_linear(self.model, self._switch)
+        if self.plan.draft_dense_bytes:
+            add_draft_copies(self.model, DraftDense.INT8)
+        fmt, draft = self._target.format, self.executor.draft
+        modules = [module for _, module in expert_modules_of(self.model)]
+        if is_fusable(fmt, modules):
+            self.executor.use_fused(
+                FusedExperts(
+                    fmt,
+                    self._slots,
+                    self._bind,
+                    self._target.manifest.num_experts,
+                    draft,
+                    self._draft_source.format,
+                )
+            )
 
     def _tell_load_fallbacks(self) -> None:
         """Says what is slower or less exact here than it could be."""
@@ -327,6 +427,7 @@ class Engine:
         Returns:
             Why it ended.
         """
+        self._take_captured()
         meter = self.executor.meter = ReplyMeter()
         room = self.context_length - len(prompt)
         if room < 1:
@@ -434,7 +535,9 @@ class Engine:
         )
 
     def close(self) -> None:
-        """Stops the readers and gives the memory back."""
+        """Stops the readers and what is compiled in the background, gives the memory back."""
+        if self._capture is not None:
+            self._capture.close()
         self.transfer.close()
 
 

@@ -33,8 +33,9 @@ class MemoryPlan:
         non_expert_bytes: Attention, norms, routers, shared experts, embeddings.
         kv_bytes: KV cache at the full context.
         workspace_bytes: The largest prefill chunk's temporaries.
-        budget_bytes: What experts may hold: `draft_bytes` and the slots.
+        budget_bytes: What experts may hold: `draft_bytes`, `draft_dense_bytes` and the slots.
         draft_bytes: The resident INT4 draft, 0 without one.
+        draft_dense_bytes: Cheaper copies of dense layers for the draft, 0 without.
         slot_bytes: One slot.
         num_slots: Slots for target records.
         reference_bytes: All routed experts in INT8, which percentages refer to.
@@ -47,6 +48,7 @@ class MemoryPlan:
     workspace_bytes: int
     budget_bytes: int
     draft_bytes: int
+    draft_dense_bytes: int = 0
     slot_bytes: int
     num_slots: int
     reference_bytes: int
@@ -82,6 +84,8 @@ class ReplyStats:
         num_drafted: Draft tokens proposed.
         num_accepted: Draft tokens accepted.
         num_rounds: Draft and verify rounds.
+        num_compiled_passes: Forward passes that ran as a compiled step, prefill included.
+        num_eager_passes: Forward passes that ran module by module.
         expert_peak_bytes: Most device bytes held for experts.
         peak_memory_bytes: Most memory of the process above what it held before loading.
         planned_memory_bytes: What the plan allows for that.
@@ -105,6 +109,8 @@ class ReplyStats:
     num_drafted: int = 0
     num_accepted: int = 0
     num_rounds: int = 0
+    num_compiled_passes: int = 0
+    num_eager_passes: int = 0
     expert_peak_bytes: int = 0
     peak_memory_bytes: int = 0
     planned_memory_bytes: int = 0

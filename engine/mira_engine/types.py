@@ -41,6 +41,22 @@ class ComputeDtype(enum.StrEnum):
     FLOAT32 = "float32"
 
 
+class DraftDense(enum.StrEnum):
+    """What a draft multiplies with outside of the routed experts."""
+
+    AUTO = "auto"
+    TARGET = "target"
+    INT8 = "int8"
+
+
+class CompileMode(enum.StrEnum):
+    """Whether steps are compiled: never, in the background, or before the first reply."""
+
+    OFF = "off"
+    AUTO = "auto"
+    WAIT = "wait"
+
+
 class Plane(enum.StrEnum):
     """A part of an expert that moves by itself."""
 

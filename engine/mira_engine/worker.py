@@ -72,10 +72,14 @@ class Worker:
     Args:
         library: Where models are.
         writer: Takes events.
+        cache_dir: Where native kernels and compiled steps are kept, `None` for none.
     """
 
-    def __init__(self, library: ModelLibrary, writer: EventWriter) -> None:
+    def __init__(
+        self, library: ModelLibrary, writer: EventWriter, cache_dir: Path | None = None
+    ) -> None:
         self._library = library
+        self._cache_dir = cache_dir
         self._writer = writer
         self._jobs: queue.Queue[_Job | None] = queue.Queue()
         self._lock = threading.Lock()
@@ -209,6 +213,7 @@ class Worker:
         engine = Engine.load(
             home,
             job.config,
+            cache_dir=self._cache_dir,
             on_notice=self._writer.send,
             is_cancelled=lambda: self._is_cancelled(job.request_id),
         )
@@ -256,9 +261,10 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the engine process. Returns its exit code."""
     parser = argparse.ArgumentParser(prog="mira_engine.worker")
     parser.add_argument("--data-dir", type=Path, required=True)
+    parser.add_argument("--cache-dir", type=Path, default=None)
     arguments = parser.parse_args(argv)
     writer = EventWriter(_claim_stdout())
-    worker = Worker(ModelLibrary(arguments.data_dir), writer)
+    worker = Worker(ModelLibrary(arguments.data_dir), writer, arguments.cache_dir)
     writer.send(EngineReady(protocol_version=PROTOCOL_VERSION, pid=os.getpid()))
     stopped = threading.Event()
     heart = threading.Thread(target=_beat, args=(writer, stopped), name="mira-heart", daemon=True)

@@ -26,7 +26,7 @@ CONFIG = api.EngineConfig(budget=api.MemoryAmount(share=0.75), num_threads=1)
 
 @pytest.fixture
 def client(data_dir: Path, tmp_path: Path):
-    with EngineClient(api.default_engine_command(data_dir), log_dir=tmp_path) as client:
+    with EngineClient(api.default_engine_command(data_dir, tmp_path), log_dir=tmp_path) as client:
         yield client
 
 

@@ -15,6 +15,7 @@ FACTS = ModelFacts(
     top_k=2,
     reference_record_bytes=1 * MIB,
     draft_record_bytes=MIB // 2,
+    draft_dense_bytes=0,
     target_record_bytes=MIB // 2,
     whole_record_bytes=1 * MIB,
     non_expert_bytes=10 * MIB,

@@ -87,6 +87,11 @@ class ExpertFormat(abc.ABC):
         return self._layout.value
 
     @property
+    def block_rows(self) -> int:
+        """Rows that the layout interleaves, 1 for plain rows."""
+        return self._layout.block_rows
+
+    @property
     def is_native(self) -> bool:
         """Whether this machine's kernels read the layout; if not, it works but slowly."""
         return not self._layout.is_packed or dispatch.is_native(self._layout)

@@ -17,7 +17,12 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from . import operators
+
 ATTENTION_IMPLEMENTATION = "mira_short_query"
+
+SPECIAL_FORMS = ("position_bias", "softcap", "s_aux")
+"""What some families pass to their attention and the functions here do not know."""
 
 MAX_SHORT_QUERIES = 40
 """Most queries taken here: the largest verification has 33."""
@@ -48,17 +53,69 @@ def short_query_attention(
     Returns:
         `[B, T, H, Dv]`, and no attention weights.
     """
-    batch, num_heads, num_queries, width = query.shape
+    num_queries, num_keys = query.shape[2], key.shape[2]
     is_short = num_queries <= MAX_SHORT_QUERIES and query.device.type == "cpu"
-    needs_causal = num_queries > 1 and attention_mask is None
-    is_special = dropout or kwargs.get("position_bias") is not None or kwargs.get("softcap")
-    if not is_short or needs_causal or is_special:
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+    is_special = dropout or any(kwargs.get(name) is not None for name in SPECIAL_FORMS)
+    if not is_short or is_special:
+        return _library_attention(
+            module, query, key, value, attention_mask, dropout, scaling, kwargs
         )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if is_causal(module, kwargs) and operators.has_native_attention():
+        return operators.native_attention(query, key, value, num_keys - num_queries, scale), None
+    if num_queries > 1 and attention_mask is None:
+        return _library_attention(
+            module, query, key, value, attention_mask, dropout, scaling, kwargs
+        )
+    return few_query_attention(query, key, value, attention_mask, scale), None
+
+
+def _library_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    others: dict[str, object],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return sdpa_attention_forward(
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others
+    )
+
+
+def is_causal(module: torch.nn.Module, others: dict[str, object]) -> bool:
+    """Whether a query sees all keys up to its own and no others, so that no mask is needed.
+
+    Args:
+        module: The attention module.
+        others: What transformers passes to an attention function beside the tensors.
+    """
+    window = others.get("sliding_window", getattr(module, "sliding_window", None))
+    chunk = getattr(module, "attention_chunk_size", None)
+    return bool(getattr(module, "is_causal", False)) and window is None and chunk is None
+
+
+def few_query_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scale: float,
+) -> torch.Tensor:
+    """Computes attention with one product a key/value head. Returns `[B, T, H, Dv]`.
+
+    Args:
+        query: `[B, H, T, D]`.
+        key: `[B, G, N, D]`, H a multiple of G.
+        value: `[B, G, N, Dv]`.
+        attention_mask: Boolean or additive `[B, 1, T, N]`, `None` to see everything.
+        scale: Factor of the scores.
+    """
+    batch, num_heads, num_queries, width = query.shape
     num_groups = key.shape[1]
     shared = num_heads // num_groups
-    scale = width**-0.5 if scaling is None else scaling
     rows = query.reshape(batch, num_groups, shared * num_queries, width) * scale
     scores = torch.matmul(rows, key.transpose(-1, -2))
     if attention_mask is not None:
@@ -71,7 +128,22 @@ def short_query_attention(
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
     mixed = torch.matmul(weights, value)
     mixed = mixed.view(batch, num_heads, num_queries, value.shape[-1])
-    return mixed.transpose(1, 2).contiguous(), None
+    return mixed.transpose(1, 2).contiguous()
+
+
+def causal_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Computes attention of the last `T` of `N` tokens. Shapes as `few_query_attention`."""
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    if num_queries <= MAX_SHORT_QUERIES and operators.has_native_attention():
+        return operators.native_attention(query, key, value, num_keys - num_queries, scale)
+    mask = None
+    if num_queries > 1:
+        first = num_keys - num_queries
+        positions = torch.arange(num_keys)
+        mask = (positions[None] <= positions[first:, None])[None, None]
+    return few_query_attention(query, key, value, mask, scale)
 
 
 def use_short_query_attention(model: PreTrainedModel) -> bool:

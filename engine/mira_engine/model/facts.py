@@ -16,7 +16,8 @@ from ..checkpoint.formats import ExpertFormat, int8_reference_bytes
 from ..config import EngineConfig
 from ..errors import ConfigError
 from ..policy.budget import ModelFacts
-from ..types import Plane, Precision
+from ..types import CompileMode, ComputeDtype, DraftDense, Plane, Precision
+from .linear import draft_copy_bytes
 from .loader import TORCH_DTYPES
 
 DEFAULT_CONTEXT_TOKENS = 8192
@@ -83,10 +84,16 @@ def gather_facts(
         draft_record_bytes=draft.record_bytes(draft.draft_plane),
         target_record_bytes=lo_only,
         whole_record_bytes=whole,
+        draft_dense_bytes=_draft_dense_bytes(model, config),
         non_expert_bytes=_non_expert_bytes(model, dtype),
         kv_bytes=_kv_bytes(model_config, dtype, num_tokens),
         workspace_bytes=_workspace_bytes(model_config, config, target, num_tokens),
     )
+
+
+def _draft_dense_bytes(model: PreTrainedModel, config: EngineConfig) -> int:
+    is_possible = config.dtype is ComputeDtype.BFLOAT16 and config.compile_mode is not CompileMode.OFF
+    return draft_copy_bytes(model, DraftDense.INT8) if is_possible else 0
 
 
 def experts_per_token(config: PreTrainedConfig) -> int:

@@ -29,8 +29,8 @@ class ReservedLayer(DynamicLayer):
     transformers' own layer joins old and new tensors at every pass: each token copies the
     whole state, and the freed blocks fragment the heap until long prompts hold more than
     was planned. Here room for the whole context is reserved once (the system gives pages
-    as they are written) and `keys` and `values` are views of the part in use, so that the
-    inherited `crop` only shortens the views.
+    as they are written); a counter says how much of it is in use, and `crop` only lowers
+    the counter.
 
     Args:
         capacity: Most tokens.
@@ -39,33 +39,62 @@ class ReservedLayer(DynamicLayer):
     def __init__(self, capacity: int) -> None:
         super().__init__()
         self._capacity = capacity
-        self._room: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._length = 0
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Appends `[B, H, T, D]` keys and values. Returns all, `[B, H, N, D]` each.
+    def append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> int:
+        """Writes `[B, H, T, D]` keys and values behind those in use. Returns the new length.
 
         Raises:
             GenerationError: The context is full.
         """
-        if self._room is None:
-            self.lazy_initialization(key_states, value_states)
-            self._room = (self._reserve(key_states), self._reserve(value_states))
-        start = self.keys.shape[-2] if self.keys.numel() else 0
-        stop = start + key_states.shape[-2]
+        if not self.is_initialized:
+            self.device = key_states.device
+            self.keys, self.values = self._reserve(key_states), self._reserve(value_states)
+            self.is_initialized = True
+        start, stop = self._length, self._length + key_states.shape[-2]
         if stop > self._capacity:
             raise GenerationError(
                 f"The context of {self._capacity} tokens is full.", hint="Start a new chat."
             )
-        for room, new in zip(self._room, (key_states, value_states), strict=True):
-            room[:, :, start:stop] = new
-        self.keys, self.values = (room[:, :, :stop] for room in self._room)
-        return self.keys, self.values
+        self.keys[:, :, start:stop] = key_states
+        self.values[:, :, start:stop] = value_states
+        self._length = stop
+        return stop
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Appends. Returns all keys and values in use, `[B, H, N, D]` views."""
+        length = self.append(key_states, value_states)
+        return self.keys[:, :, :length], self.values[:, :, :length]
 
     def _reserve(self, states: torch.Tensor) -> torch.Tensor:
         batch, num_heads, _, width = states.shape
         return states.new_empty((batch, num_heads, self._capacity, width))
+
+    def get_seq_length(self) -> int:
+        """Returns the tokens in use."""
+        return self._length
+
+    def get_max_length(self) -> int:
+        """Returns the most tokens."""
+        return self._capacity
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the last tokens; transformers passes their number negated."""
+        self._length -= min(self._length, abs(tokens_to_remove))
+
+    def reset(self) -> None:
+        """Forgets all tokens and keeps the room."""
+        self._length = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the keys and values in use."""
+        if not self.is_initialized:
+            return 0
+        per_token = (self.keys.nbytes + self.values.nbytes) // self._capacity
+        return self._length * per_token
 
 
 class StateManager:
@@ -107,8 +136,11 @@ class StateManager:
         return self._is_recording and bool(self.cache.is_croppable)
 
     @property
-    def can_shorten(self) -> bool:
-        """Whether any number of tokens can be taken from the end (full attention only)."""
+    def is_static(self) -> bool:
+        """Whether all state is keys and values in reserved room (full attention only).
+
+        Then any number of tokens can be taken from the end, and steps can be compiled.
+        """
         return all(type(layer) is ReservedLayer for layer in self.cache.layers)
 
     def max_pass_tokens(self, chunk_tokens: int) -> int:
@@ -161,7 +193,7 @@ class StateManager:
         while common < limit and self.tokens[common] == prompt[common]:
             common += 1
         surplus = len(self.tokens) - common
-        if surplus and not self.can_shorten:
+        if surplus and not self.is_static:
             self.reset()
             return 0
         if surplus:
@@ -178,7 +210,7 @@ class StateManager:
         the chat again.
         """
         del self.tokens[num_tokens:]
-        if not self.can_shorten:
+        if not self.is_static:
             self.reset()
             return
         for layer in self.cache.layers:
@@ -187,9 +219,12 @@ class StateManager:
                 layer.crop(-surplus)
 
     def num_bytes(self) -> int:
-        """Bytes of the tensors held now."""
+        """Bytes of the state in use."""
         total = 0
         for layer in self.cache.layers:
+            if isinstance(layer, ReservedLayer):
+                total += layer.num_bytes
+                continue
             for value in vars(layer).values():
                 if isinstance(value, torch.Tensor):
                     total += value.numel() * value.element_size()

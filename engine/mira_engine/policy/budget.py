@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from ..config import MemoryAmount, format_bytes
 from ..errors import BudgetError
 from ..events import MemoryPlan
+from ..types import DraftDense
 
 DEFAULT_NUM_DRAFT_TOKENS = 4
 """K where nobody chose one and the draft fits."""
@@ -29,6 +30,8 @@ class ModelFacts:
         top_k: Experts of one token in one layer.
         reference_record_bytes: One expert in INT8.
         draft_record_bytes: One expert of the INT4 draft.
+        draft_dense_bytes: Cheaper copies of the dense layers for the draft, 0 where there
+            can be none.
         target_record_bytes: What one slot needs beside a resident draft.
         whole_record_bytes: What one slot needs without a draft.
         non_expert_bytes: All weights but the routed experts.
@@ -41,6 +44,7 @@ class ModelFacts:
     top_k: int
     reference_record_bytes: int
     draft_record_bytes: int
+    draft_dense_bytes: int
     target_record_bytes: int
     whole_record_bytes: int
     non_expert_bytes: int
@@ -64,7 +68,10 @@ class ModelFacts:
 
 
 def plan_memory(
-    facts: ModelFacts, budget: MemoryAmount, num_draft_tokens: int | None
+    facts: ModelFacts,
+    budget: MemoryAmount,
+    num_draft_tokens: int | None,
+    draft_dense: DraftDense = DraftDense.AUTO,
 ) -> tuple[MemoryPlan, str]:
     """Divides the budget into draft and slots; what would hold nothing is not taken.
 
@@ -72,6 +79,7 @@ def plan_memory(
         facts: The model's sizes.
         budget: For experts, draft and slots together.
         num_draft_tokens: K as asked for; `None` drafts where the draft fits.
+        draft_dense: What the draft multiplies with outside of the experts.
 
     Returns:
         The plan, and a sentence where K had to be given up (else an empty string).
@@ -106,16 +114,19 @@ def plan_memory(
         )
     has_draft = k > 0
     slot_bytes = facts.target_record_bytes if has_draft else facts.whole_record_bytes
-    room = given - (draft_bytes if has_draft else 0)
-    num_slots = min(room // slot_bytes, facts.num_experts)
+    fixed = draft_bytes if has_draft else 0
+    dense_bytes = _draft_dense_bytes(facts, draft_dense, given - fixed) if has_draft else 0
+    fixed += dense_bytes
+    num_slots = min((given - fixed) // slot_bytes, facts.num_experts)
     if num_slots == facts.num_experts:
-        given = (draft_bytes if has_draft else 0) + num_slots * slot_bytes
+        given = fixed + num_slots * slot_bytes
     plan = MemoryPlan(
         non_expert_bytes=facts.non_expert_bytes,
         kv_bytes=facts.kv_bytes,
         workspace_bytes=facts.workspace_bytes,
         budget_bytes=given,
         draft_bytes=draft_bytes if has_draft else 0,
+        draft_dense_bytes=dense_bytes,
         slot_bytes=slot_bytes,
         num_slots=num_slots,
         reference_bytes=facts.reference_bytes,
@@ -123,6 +134,30 @@ def plan_memory(
         num_draft_tokens=k,
     )
     return plan, note
+
+
+def _draft_dense_bytes(facts: ModelFacts, wanted: DraftDense, room: int) -> int:
+    """Returns the bytes to spend on the draft's own dense layers.
+
+    Left to choose, they are taken where all experts fit beside them: they make a draft
+    step cheaper, but slots are worth more while experts have to be loaded.
+
+    Raises:
+        BudgetError: They were asked for and do not fit.
+    """
+    needed = facts.draft_dense_bytes
+    if wanted is DraftDense.TARGET or not needed:
+        return 0
+    if wanted is DraftDense.AUTO:
+        return needed if needed + facts.num_experts * facts.target_record_bytes <= room else 0
+    short = needed + facts.min_slots * facts.target_record_bytes - room
+    if short > 0:
+        raise BudgetError(
+            f"INT8 dense layers for the draft take {format_bytes(needed)}; the budget is "
+            f"{format_bytes(short)} short.",
+            hint="Give a larger --budget, or --draft-dense target.",
+        )
+    return needed
 
 
 def _describe(budget: MemoryAmount, given: int) -> str:

@@ -4,11 +4,12 @@ The buffer counts, per MoE layer and expert, how often the draft's routers chose
 this draft window; the analyzer ranks each layer's experts by that count. Pure.
 
 Source: Specter, Incremental Routing Pattern Analyzer. The paper keeps the counters on
-the GPU; on a machine whose device is host memory they are plain lists.
+the GPU; on a machine whose device is host memory they are arrays that a kernel adds to.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 
 from ..types import ExpertId
@@ -20,15 +21,17 @@ class ExpertLookaheadBuffer:
     def __init__(self, num_layers: int, num_experts: int) -> None:
         self.num_layers = num_layers
         self.num_experts = num_experts
-        self._counts = [[0] * num_experts for _ in range(num_layers)]
-        self._num_recorded = 0
+        self._counts = [array("i", bytes(4 * num_experts)) for _ in range(num_layers)]
 
     def record(self, layer: int, experts: Iterable[int]) -> None:
         """Adds one routing decision of a draft token."""
         counts = self._counts[layer]
         for expert in experts:
             counts[expert] += 1
-            self._num_recorded += 1
+
+    def counters(self, layer: int) -> memoryview:
+        """Returns the layer's counters `[num_experts]` themselves, 4 bytes each, to add to."""
+        return memoryview(self._counts[layer])
 
     def count(self, expert: ExpertId) -> int:
         """Returns how often the expert was chosen in this window."""
@@ -37,13 +40,13 @@ class ExpertLookaheadBuffer:
     @property
     def is_empty(self) -> bool:
         """Whether nothing was recorded since the last `clear`."""
-        return self._num_recorded == 0
+        return not any(map(any, self._counts))
 
     def clear(self) -> None:
         """Forgets the window; called at the end of each draft stage."""
         for counts in self._counts:
-            counts[:] = [0] * self.num_experts
-        self._num_recorded = 0
+            for expert in range(self.num_experts):
+                counts[expert] = 0
 
     def ranking(self, layer: int) -> list[tuple[ExpertId, int]]:
         """Returns the layer's chosen experts with counts, most first, ties by expert id."""

@@ -15,7 +15,7 @@ expert-wise execution; Mira IV-F for the served-by accounting.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from mira_kernels.dispatch import linear
@@ -26,6 +26,7 @@ from ..policy.base import FetchReason
 from ..policy.lookahead import ExpertLookaheadBuffer
 from ..policy.residency import ResidencyTable, SlotState
 from ..types import ExpertId, Phase
+from .fused import FusedExperts, FusedPlan, lookahead_counts
 from .slots import DraftArena
 from .telemetry import ReplyMeter, TrafficCounters
 from .transfer import Completion, Transfer
@@ -66,6 +67,8 @@ class ExpertExecutor:
         self.meter = ReplyMeter()
         self.is_cancelled: Callable[[], bool] = _never
         self._bind = bind
+        self._fused: FusedExperts | None = None
+        self._counts: list[torch.Tensor] = []
         self._failed: list[Completion] = []
 
     def __call__(
@@ -93,22 +96,67 @@ class ExpertExecutor:
             StoreError: A record could not be read.
         """
         check_cancelled(self.is_cancelled)
+        fused = self._fused
+        if fused is not None and not fused.takes(hidden):
+            fused = None
         if self.phase is Phase.DRAFT:
-            # The draft only proposes: bfloat16 keeps its packed kernels whatever the target's
-            # arithmetic.
-            plan = _LayerPlan(hidden.to(torch.bfloat16), top_k_index)
-            outputs = self._run_draft(module, layer, plan)
+            return self._run_draft(fused, module, layer, hidden, top_k_index, top_k_weights)
+        plan: FusedPlan | _LayerPlan
+        if fused is not None:
+            plan = FusedPlan(fused, hidden, top_k_index)
+            if self._run_resident(layer, plan):
+                return plan.combine(top_k_weights)
         else:
-            plan = _LayerPlan(hidden, top_k_index)
-            outputs = _LayerRun(self, module, layer, plan).run()
-        return plan.combine(outputs, top_k_weights).to(hidden.dtype)
+            plan = _LayerPlan(module, hidden, top_k_index, self._bind)
+        _LayerRun(self, layer, plan).run()
+        return plan.combine(top_k_weights).to(hidden.dtype)
 
-    def _run_draft(self, module: torch.nn.Module, layer: int, plan: _LayerPlan) -> torch.Tensor:
+    def use_fused(self, fused: FusedExperts) -> None:
+        """Computes by native calls from now on. Between replies only: roundings differ."""
+        self._fused = fused
+        self._counts = lookahead_counts(self.lookahead)
+
+    def _run_draft(
+        self,
+        fused: FusedExperts | None,
+        module: torch.nn.Module,
+        layer: int,
+        hidden: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+    ) -> torch.Tensor:
+        """Computes with the resident draft; it only proposes, so always in bfloat16."""
         assert self.draft is not None
+        if fused is not None:
+            return fused.draft(layer, hidden, top_k_index, top_k_weights, self._counts[layer])
+        narrow = hidden.to(torch.bfloat16)
+        draft = self.draft
+        plan = _LayerPlan(module, narrow, top_k_index, lambda expert, slot: draft.expert(*expert))
         self.lookahead.record(layer, plan.flat_experts)
-        for expert in plan.spans:
-            plan.compute(module, expert, self.draft.expert(layer, expert))
-        return plan.outputs()
+        plan.compute([(ExpertId(layer, expert), 0) for expert in plan.experts])
+        return plan.combine(top_k_weights).to(hidden.dtype)
+
+    def _run_resident(self, layer: int, plan: FusedPlan) -> bool:
+        """Computes a layer all of whose experts are in their slots; `False` where one is not.
+
+        Nothing is loaded or evicted meanwhile, so nothing needs a pin.
+        """
+        residency = self.residency
+        experts = []
+        for index in plan.experts:
+            expert = ExpertId(layer, index)
+            slot = residency.slot_of(expert)
+            if slot is None or residency.state(slot) is not SlotState.READY:
+                return False
+            experts.append((expert, slot))
+        traffic = self._traffic()
+        for expert, _ in experts:
+            num_tokens = plan.num_tokens_of(expert.expert)
+            traffic.num_hits += num_tokens
+            if residency.use(expert):
+                traffic.num_prefetch_hits += num_tokens
+        plan.compute(experts)
+        return True
 
     @property
     def expert_bytes(self) -> int:
@@ -154,10 +202,28 @@ class ExpertExecutor:
 class _LayerPlan:
     """Tokens of one layer sorted by expert: each expert's rows are one span."""
 
-    __slots__ = ("_outputs", "_perm", "_rows", "flat_experts", "spans", "top_k")
+    __slots__ = (
+        "_bind",
+        "_module",
+        "_outputs",
+        "_perm",
+        "_rows",
+        "experts",
+        "flat_experts",
+        "spans",
+        "top_k",
+    )
 
-    def __init__(self, hidden: torch.Tensor, top_k_index: torch.Tensor) -> None:
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        hidden: torch.Tensor,
+        top_k_index: torch.Tensor,
+        bind: Callable[[ExpertId, int], BoundExpert],
+    ) -> None:
         num_tokens, self.top_k = top_k_index.shape
+        self._module = module
+        self._bind = bind
         self._outputs: torch.Tensor | None = None
         self.spans: dict[int, tuple[int, int]] = {}
         if num_tokens == 1:
@@ -166,6 +232,7 @@ class _LayerPlan:
             self._rows = hidden
             for row, expert in enumerate(self.flat_experts):
                 self.spans[expert] = (row, row + 1)
+            self.experts = sorted(self.spans)
             return
         flat = top_k_index.reshape(-1)
         ordered, self._perm = torch.sort(flat, stable=True)
@@ -176,17 +243,19 @@ class _LayerPlan:
             if row == len(self.flat_experts) or self.flat_experts[row] != self.flat_experts[start]:
                 self.spans[self.flat_experts[start]] = (start, row)
                 start = row
+        self.experts = sorted(self.spans)
 
     def num_tokens_of(self, expert: int) -> int:
         start, stop = self.spans[expert]
         return stop - start
 
-    def outputs(self) -> torch.Tensor:
-        assert self._outputs is not None
-        return self._outputs
+    def compute(self, experts: Sequence[tuple[ExpertId, int]]) -> None:
+        """Runs experts that are in their slots and puts the results at their places."""
+        for expert, slot in experts:
+            self._compute_one(expert.expert, self._bind(expert, slot))
 
-    def compute(self, module: torch.nn.Module, expert: int, weights: BoundExpert) -> None:
-        """Runs one expert on its rows and puts the result at its place."""
+    def _compute_one(self, expert: int, weights: BoundExpert) -> None:
+        module = self._module
         start, stop = self.spans[expert]
         rows = self._rows if self._perm is None else self._rows[start:stop]
         inner = linear(rows, weights.up, weights.up_bias)
@@ -199,8 +268,10 @@ class _LayerPlan:
             self._outputs = result.new_empty((num_rows, result.shape[-1]))
         self._outputs[start:stop] = result
 
-    def combine(self, outputs: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+    def combine(self, top_k_weights: torch.Tensor) -> torch.Tensor:
         """Weights the outputs, sums over top-k in the router's order. Returns `[T, C]`."""
+        outputs = self._outputs
+        assert outputs is not None
         if self._perm is not None:
             inverse = torch.empty_like(self._perm)
             inverse[self._perm] = torch.arange(len(self.flat_experts), device=inverse.device)
@@ -212,13 +283,12 @@ class _LayerPlan:
 class _LayerRun:
     """One layer's pass over the target experts: pins, loads, computes, releases."""
 
-    __slots__ = ("_exec", "_layer", "_missing", "_module", "_pinned", "_plan", "_ready", "_waiting")
+    __slots__ = ("_exec", "_layer", "_missing", "_pinned", "_plan", "_ready", "_waiting")
 
     def __init__(
-        self, executor: ExpertExecutor, module: torch.nn.Module, layer: int, plan: _LayerPlan
+        self, executor: ExpertExecutor, layer: int, plan: FusedPlan | _LayerPlan
     ) -> None:
         self._exec = executor
-        self._module = module
         self._layer = layer
         self._plan = plan
         self._ready: list[ExpertId] = []
@@ -226,25 +296,23 @@ class _LayerRun:
         self._missing: list[ExpertId] = []
         self._pinned: set[ExpertId] = set()
 
-    def run(self) -> torch.Tensor:
+    def run(self) -> None:
         executor = self._exec
         try:
             executor.collect(executor.transfer.poll())
             self._classify()
             self._submit_missing()
-            for expert in self._ready:
-                self._compute(expert)
+            self._compute(self._ready)
             while self._waiting or self._missing:
                 self._await_some()
         finally:
             for expert in self._pinned:
                 executor.residency.unpin(expert)
-        return self._plan.outputs()
 
     def _classify(self) -> None:
         """Sorts the layer's experts into ready, loading and missing; pins the first two."""
         residency, traffic = self._exec.residency, self._exec._traffic()
-        for index in sorted(self._plan.spans):
+        for index in self._plan.experts:
             expert = ExpertId(self._layer, index)
             slot = residency.slot_of(expert)
             num_tokens = self._plan.num_tokens_of(index)
@@ -285,18 +353,25 @@ class _LayerRun:
         executor._traffic().stall_s += time.perf_counter() - started
         executor.collect(landed)
         check_cancelled(executor.is_cancelled)
-        for item in landed:
-            if item.expert in self._waiting:
-                self._waiting.discard(item.expert)
-                self._compute(item.expert)
+        ready = [item.expert for item in landed if item.expert in self._waiting]
+        self._waiting.difference_update(ready)
+        self._compute(ready)
         self._submit_missing()
 
-    def _compute(self, expert: ExpertId) -> None:
-        slot = self._exec.residency.slot_of(expert)
-        assert slot is not None
-        self._plan.compute(self._module, expert.expert, self._exec._bind(expert, slot))
-        self._exec.residency.unpin(expert)
-        self._pinned.discard(expert)
+    def _compute(self, experts: Sequence[ExpertId]) -> None:
+        """Computes experts that are in their slots, gives the slots up, and submits more."""
+        if not experts:
+            return
+        residency = self._exec.residency
+        items = []
+        for expert in experts:
+            slot = residency.slot_of(expert)
+            assert slot is not None
+            items.append((expert, slot))
+        self._plan.compute(items)
+        for expert in experts:
+            residency.unpin(expert)
+            self._pinned.discard(expert)
         if self._missing:
             self._submit_missing()
 

@@ -1,7 +1,8 @@
 """Forward passes of the loaded model: prefill chunks, single steps, verification.
 
-Each pass sets the executor's phase, runs transformers' module tree and returns the
-logits of the last positions. Runs in the engine thread.
+Each pass sets the executor's phase, runs a compiled step where there is one for that many
+tokens, else transformers' module tree, and returns the logits of the last positions. Runs
+in the engine thread.
 """
 
 from __future__ import annotations
@@ -11,8 +12,14 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
+from ..checkpoint.experts import expert_modules_of
+from ..model.attention import causal_attention
 from ..model.kv import StateManager
+from ..model.linear import DenseSwitch
+from ..model.operators import StepBinding
+from ..model.steps import StepSpec
 from ..types import Phase
+from .capture import CompiledStep
 from .executor import ExpertExecutor
 
 
@@ -23,14 +30,27 @@ class ModelPasses:
         model: The loaded model without its experts.
         executor: Computes the routed experts.
         state: Tokens and KV cache; grows with every pass.
+        switch: Tells the dense layers whether a draft is running.
     """
 
     def __init__(
-        self, model: PreTrainedModel, executor: ExpertExecutor, state: StateManager
+        self,
+        model: PreTrainedModel,
+        executor: ExpertExecutor,
+        state: StateManager,
+        switch: DenseSwitch,
     ) -> None:
         self._model = model
         self._executor = executor
+        self._switch = switch
         self.state = state
+        self._steps: dict[tuple[bool, int], CompiledStep] = {}
+        self._modules = [module for _, module in expert_modules_of(model)]
+
+    def add_steps(self, steps: dict[StepSpec, CompiledStep]) -> None:
+        """Uses compiled steps from now on. Between replies only: roundings differ."""
+        for spec, step in steps.items():
+            self._steps[spec.is_draft, spec.num_tokens] = step
 
     @torch.inference_mode()
     def forward(self, tokens: Sequence[int], phase: Phase, *, num_logits: int = 1) -> torch.Tensor:
@@ -40,11 +60,33 @@ class ModelPasses:
             `[num_logits, V]`: logits of the last positions, in the model's dtype.
         """
         self._executor.phase = phase
-        output = self._model(
-            input_ids=torch.tensor([list(tokens)]),
-            cache=self.state.cache,
-            use_cache=True,
-            logits_to_keep=num_logits,
-        )
+        is_draft = phase is Phase.DRAFT
+        self._switch.is_drafting = is_draft
+        meter = self._executor.meter
+        step = self._steps.get((is_draft, len(tokens)))
+        if step is not None:
+            meter.num_compiled_passes += 1
+            logits = step(tokens, self.state.num_cached, self._binding())[-num_logits:]
+        else:
+            meter.num_eager_passes += 1
+            logits = self._model(
+                input_ids=torch.tensor([list(tokens)]),
+                cache=self.state.cache,
+                use_cache=True,
+                logits_to_keep=num_logits,
+            ).logits[0]
         self.state.commit(tokens)
-        return output.logits[0]
+        return logits
+
+    def _binding(self) -> StepBinding:
+        return StepBinding(self._run_experts, self.state.cache.layers, causal_attention)
+
+    def _run_experts(
+        self,
+        layer: int,
+        hidden: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+    ) -> torch.Tensor:
+        module = self._modules[layer]
+        return self._executor(module, layer, hidden, top_k_index, top_k_weights)

@@ -119,6 +119,11 @@ class SlotBinder:
         else:
             self._whole = [fmt.bind(records) for records in slots.records]
 
+    @property
+    def joins_draft(self) -> bool:
+        """Whether a slot holds only what completes the resident draft."""
+        return self._draft is not None
+
     def __call__(self, expert: ExpertId, slot: int) -> BoundExpert:
         """Returns the expert's weights, which are in the slot."""
         if self._draft is not None:

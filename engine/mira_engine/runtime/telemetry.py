@@ -42,6 +42,8 @@ class ReplyMeter:
     num_drafted: int = 0
     num_accepted: int = 0
     num_rounds: int = 0
+    num_compiled_passes: int = 0
+    num_eager_passes: int = 0
     draft_s: float = 0.0
     verify_s: float = 0.0
     started_at: float = 0.0
@@ -84,6 +86,8 @@ class ReplyMeter:
             num_drafted=self.num_drafted,
             num_accepted=self.num_accepted,
             num_rounds=self.num_rounds,
+            num_compiled_passes=self.num_compiled_passes,
+            num_eager_passes=self.num_eager_passes,
             expert_peak_bytes=expert_peak_bytes,
             peak_memory_bytes=peak_memory_bytes,
             planned_memory_bytes=planned_memory_bytes,

@@ -1,0 +1,291 @@
+"""Compiled steps: made in the background, kept on disk, taken up between replies.
+
+Owns one thread that has the native kernels built and the missing steps compiled, each by
+a process of its own, and loads what is ready. The engine thread asks at the start of a
+reply; whatever is not ready then runs as transformers' modules do. Nothing here is
+needed for a reply: without a compiler, or for a model whose steps cannot be traced, one
+line says so and the engine goes on.
+
+Source: Specter, Overlap-Oriented Parallelism Optimizer (its graph capture), for CPUs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import psutil
+import torch
+import transformers
+from mira_kernels import native
+from torch import nn
+
+from ..model.operators import StepBinding, bound
+from ..model.steps import StepSpec, other_dtypes, step_arguments
+
+STEP_VERSION = 1
+"""Raised when what a step's graph calls changes."""
+
+MAX_STEPS = 8
+"""Most steps of one loaded model. Each K in use needs three; more run uncompiled."""
+
+_MAX_KEPT_FILES = 48
+_COMPILER_BYTES = 1536 * 2**20
+"""Free memory that the compiling process must find. Measured 2026-11-30 with the built-in
+model: 1.1 GiB."""
+
+_POLL_S = 0.1
+
+OnNotice = Callable[[str, str], None]
+CompiledFunction = Callable[..., Sequence[torch.Tensor]]
+
+
+class CompiledStep:
+    """A compiled step with one model's weights.
+
+    Args:
+        run: The compiled function; takes a flat list of tensors.
+        model: Its tensors, by the names in `weights`.
+        weights: Names of the inputs before tokens, positions and mask.
+        num_tokens: Tokens of the pass.
+    """
+
+    def __init__(
+        self,
+        run: CompiledFunction,
+        model: nn.Module,
+        weights: Sequence[str],
+        num_tokens: int,
+    ) -> None:
+        self._run = run
+        self._tokens, self._positions, self._mask = step_arguments(num_tokens)
+        self._offsets = torch.arange(num_tokens)[None]
+        tensors = dict(model.named_parameters(remove_duplicate=False))
+        tensors.update(model.named_buffers(remove_duplicate=False))
+        self._weights = [tensors[name].detach() for name in weights]
+
+    def __call__(
+        self, tokens: Sequence[int], num_cached: int, binding: StepBinding
+    ) -> torch.Tensor:
+        """Runs `tokens` behind `num_cached` others. Returns logits `[T, V]`."""
+        self._tokens[0] = torch.tensor(tokens)
+        torch.add(self._offsets, num_cached, out=self._positions)
+        with bound(binding):
+            return self._run(*self._weights, self._tokens, self._positions, self._mask)[0][0]
+
+
+class StepCapture:
+    """Compiles the steps of one loaded model.
+
+    Args:
+        model: The loaded backbone.
+        folder: Its configuration.
+        cache_dir: Where kernels and steps are kept.
+        on_notice: Told code and text of every fallback, from the background thread.
+    """
+
+    def __init__(
+        self, model: nn.Module, folder: Path, cache_dir: Path, on_notice: OnNotice
+    ) -> None:
+        self._model = model
+        self._folder = folder
+        self._cache_dir = cache_dir
+        self._notify = on_notice
+        self._dtypes: dict[str, str] = {}
+        self._wanted: list[StepSpec] = []
+        self._landed: dict[StepSpec, tuple[CompiledFunction, list[str]]] = {}
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._done = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.num_compiled = 0
+        self.num_reused = 0
+        self.seconds = 0.0
+
+    def start(self, specs: Sequence[StepSpec], dtype: torch.dtype) -> None:
+        """Begins: native kernels, then the steps in the order given. Returns at once.
+
+        Args:
+            specs: Steps, the ones most wanted first.
+            dtype: The model's.
+        """
+        self._dtypes = other_dtypes(self._model, dtype)
+        self._wanted = list(dict.fromkeys(specs))[:MAX_STEPS]
+        self._thread = threading.Thread(target=self._run, name="mira-capture", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing more is to come."""
+        return self._done.is_set()
+
+    def wait(self, is_cancelled: Callable[[], bool]) -> None:
+        """Waits until nothing more is to come, or somebody asks to stop."""
+        while not self._done.wait(_POLL_S) and not is_cancelled():
+            pass
+
+    def take_ready(self) -> dict[StepSpec, CompiledStep]:
+        """Returns the steps that got ready since the last call, with the model's tensors.
+
+        To be called in the engine thread, with the native kernels in use where a step's
+        specification says so.
+        """
+        with self._lock:
+            landed, self._landed = self._landed, {}
+        return {
+            spec: CompiledStep(run, self._model, weights, spec.num_tokens)
+            for spec, (run, weights) in landed.items()
+        }
+
+    def close(self) -> None:
+        """Stops; a compiling process is ended and what it finished is kept."""
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    # -- background thread -----------------------------------------------------------------
+
+    def _run(self) -> None:
+        started = time.perf_counter()
+        try:
+            if not native.is_loaded():
+                status = native.build(self._cache_dir)
+                if not status.is_available:
+                    self._notify("no-native-kernels", f"Steps run uncompiled: {status.reason}")
+                    return
+            # Set, not defaulted: the library itself sets it to a temporary folder.
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(self._cache_dir / "inductor")
+            missing = [spec for spec in self._wanted if not self._take(spec, is_new=False)]
+            if missing and self._has_memory():
+                self._compile(missing)
+        except OSError as error:
+            self._notify("uncompiled", f"Steps run uncompiled: {error}.")
+        finally:
+            self.seconds = time.perf_counter() - started
+            self._done.set()
+
+    def _has_memory(self) -> bool:
+        available = psutil.virtual_memory().available
+        if available < _COMPILER_BYTES:
+            self._notify(
+                "uncompiled",
+                f"Steps run uncompiled: compiling takes {_COMPILER_BYTES / 2**30:g} GiB of "
+                f"memory for a minute, {available / 2**30:.1f} GiB are free.",
+            )
+            return False
+        return True
+
+    def _compile(self, specs: Sequence[StepSpec]) -> None:
+        """Has the specs compiled by a process, and takes each as it is finished."""
+        folder = self._cache_dir / "steps"
+        folder.mkdir(parents=True, exist_ok=True)
+        _prune(folder)
+        job = folder / f"job-{os.getpid()}-{threading.get_ident()}.json"
+        steps = [{"spec": spec.to_json(), "path": str(self._path(spec))} for spec in specs]
+        document = {
+            "folder": str(self._folder),
+            "cache_dir": str(self._cache_dir),
+            "is_native": specs[0].is_native,
+            "dtypes": self._dtypes,
+            "steps": steps,
+        }
+        job.write_text(json.dumps(document), encoding="utf-8")
+        environ = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        }
+        process = subprocess.Popen(
+            [sys.executable, "-m", "mira_engine.runtime.step_compiler", str(job)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environ,
+            text=True,
+        )
+        watcher = threading.Thread(target=self._end_when_closed, args=(process,), daemon=True)
+        watcher.start()
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                self._on_line(line)
+            code = process.wait()
+            if code and not self._closed.is_set():
+                self._notify("uncompiled", f"Some steps run uncompiled: the compiler ended ({code}).")
+        finally:
+            assert process.stdin is not None
+            process.stdin.close()
+            process.stdout.close()
+            watcher.join()
+            job.unlink(missing_ok=True)
+
+    def _end_when_closed(self, process: subprocess.Popen[str]) -> None:
+        while process.poll() is None:
+            if self._closed.wait(_POLL_S):
+                process.kill()
+                return
+
+    def _on_line(self, line: str) -> None:
+        try:
+            told = json.loads(line)
+        except ValueError:
+            return  # Something the libraries printed.
+        spec = StepSpec.from_json(told["spec"])
+        if "error" in told:
+            self._notify("uncompiled", f"The {spec} runs uncompiled: {told['error']}.")
+        elif self._take(spec, is_new=True):
+            self.num_compiled += 1
+
+    def _take(self, spec: StepSpec, *, is_new: bool) -> bool:
+        """Loads a step that is on the disk. Returns whether it could be."""
+        path = self._path(spec)
+        if self._closed.is_set() or not path.is_file():
+            return False
+        try:
+            weights = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+            import torch._inductor
+
+            run = torch._inductor.CompiledArtifact.load(path=str(path), format="binary")
+            path.touch()
+        except Exception as error:  # A damaged or foreign file fails in any way.
+            path.unlink(missing_ok=True)
+            if is_new:
+                self._notify("uncompiled", f"The {spec} runs uncompiled: {error}.")
+            return False
+        if not is_new:
+            self.num_reused += 1
+        with self._lock:
+            self._landed[spec] = (run, weights)
+        return True
+
+    def _path(self, spec: StepSpec) -> Path:
+        return self._cache_dir / "steps" / f"{self._key(spec)}.bin"
+
+    def _key(self, spec: StepSpec) -> str:
+        parts = (
+            spec.to_json(),
+            json.dumps(self._dtypes, sort_keys=True),
+            (self._folder / "config.json").read_text(encoding="utf-8"),
+            str(STEP_VERSION),
+            torch.__version__,
+            transformers.__version__,
+            platform.python_version(),
+            native.library_path(self._cache_dir).name,
+        )
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+def _prune(folder: Path) -> None:
+    """Removes the steps that were not used for longest, beyond what is kept."""
+    files = sorted(folder.glob("*.bin"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in files[_MAX_KEPT_FILES:]:
+        path.unlink(missing_ok=True)
+        path.with_suffix(".json").unlink(missing_ok=True)
