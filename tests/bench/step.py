@@ -1,14 +1,19 @@
 """Where does the time of one step go?
 
 Question: with all experts resident, what do a plain decode step, a draft step and a
-verification of five tokens cost, part by part, beside the least each part can cost; and
+verification of five tokens cost, part by part, beside the least each part can cost;
+before (module by module, torch's kernels) and after (compiled steps, native kernels); and
 how does a plain step compare with transformers' own generate on the same checkpoint?
 
-Method: one process, one prompt, steps of the three kinds and of transformers in turn,
-medians. Parts are timed by hooks around modules, so each holds its own share of Python
-and of torch's dispatch; `framework` is what is left between them. A part's bound is the
-bytes of weights and KV state it must read, divided by the memory rate measured in the
-same run (a sum over a matrix that no cache holds).
+Method: one process, one prompt; first the engine as it is without compiling, then as it
+is with; in each, steps of the three kinds and of transformers in turn, medians. Before,
+parts are timed by hooks around modules, so each holds its own share of Python and of
+torch's dispatch, and `framework` is what is left between them. After, a step is one graph:
+experts and attention over the cache are timed at their operators, the dense products of a
+part apart from the step, one after another with the same weights; `norms, routers,
+framework` is what is left. A part's bound is the bytes of weights and KV state it must
+read, divided by the memory rate measured in the same run (a sum over a matrix that no
+cache holds). Ratios are those of the second half.
 
 Left out: prefill, detokenising, the process boundary, loading (nothing is missing).
 
@@ -28,21 +33,24 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from mira_app.paths import data_dir
-from mira_engine.checkpoint.experts import expert_modules_of
+from mira_app.paths import cache_dir, data_dir
 from mira_engine.config import EngineConfig, MemoryAmount, SamplingConfig
 from mira_engine.engine import Engine
 from mira_engine.events import ChatMessage
-from mira_engine.library import ModelLibrary
+from mira_engine.library import ModelHome, ModelLibrary
+from mira_engine.model.linear import NativeLinear
+from mira_engine.model.operators import StepBinding
 from mira_engine.model.sampling import Sampler
 from mira_engine.prepare import prepare
-from mira_engine.types import Phase, Precision
+from mira_engine.types import CompileMode, Phase, Precision
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 PROMPT = "Write a long story about a lighthouse keeper and his dog."
 VERIFY_TOKENS = 5
 PARTS = ("attention", "norms and routers", "shared experts", "routed experts", "output layer")
 OTHER = ("sampling", "waiting", "framework")
+KINDS = (("decode", 1, False), ("draft", 1, True), ("verify5", VERIFY_TOKENS, False))
+"""Name, tokens and whether it is a draft's step."""
 
 
 def part_of(name: str) -> str | None:
@@ -68,13 +76,11 @@ class PartTimer:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
-        self.weight_bytes: dict[str, int] = defaultdict(int)
         self._started: dict[int, float] = {}
         for name, module in model.named_modules():
             part = part_of(name)
             if part is None:
                 continue
-            self.weight_bytes[part] += sum(p.numel() * p.itemsize for p in module.parameters())
             module.register_forward_pre_hook(self._before)
             module.register_forward_hook(self._after(part))
 
@@ -104,11 +110,12 @@ class StepBench:
 
     Args:
         engine: With all experts resident and a draft.
+        timer: Times the parts of a step.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, timer: PartTimer | OperatorTimer) -> None:
         self.engine = engine
-        self.timer = PartTimer(engine.model)
+        self.timer = timer
         self.sampler = Sampler(SamplingConfig())
         self.samples: dict[str, list[dict[str, float]]] = defaultdict(list)
         prompt = engine.render([ChatMessage(role="user", content=PROMPT)])
@@ -157,6 +164,15 @@ class StepBench:
             state.rollback(0)
         self.history.append(token)
 
+    def add_dense_products(self, rounds: int) -> None:
+        """Moves the dense products' time, measured apart, from `framework` to its parts."""
+        for kind, num_rows, is_draft in KINDS:
+            seconds = dense_seconds(self.engine.model, num_rows, is_draft, rounds)
+            for sample in self.samples[kind]:
+                for part, taken in seconds.items():
+                    sample[part] += taken
+                    sample["framework"] -= taken
+
     def median_ms(self, kind: str, part: str) -> float:
         return 1e3 * statistics.median(sample[part] for sample in self.samples[kind])
 
@@ -170,16 +186,91 @@ class StepBench:
         distinct = touched * min(VERIFY_TOKENS, manifest.num_experts / engine._top_k)
         kv = engine.state.num_bytes()
         bounds = {}
-        for kind, routed in (
-            ("decode", touched * whole),
-            ("draft", touched * draft),
-            ("verify5", distinct * whole),
+        for (kind, _, is_draft), routed in zip(
+            KINDS, (touched * whole, touched * draft, distinct * whole), strict=True
         ):
-            num_bytes = dict(self.timer.weight_bytes)
+            num_bytes = dense_bytes(engine.model, is_draft)
             num_bytes["attention"] += kv
             num_bytes["routed experts"] = routed
             bounds[kind] = {part: 1e3 * num_bytes[part] / rate for part in PARTS}
         return bounds
+
+
+class OperatorTimer:
+    """Adds up the time inside the two operators that a compiled step calls."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        binding = engine.passes._binding
+        engine.passes._binding = lambda: self._timed(binding())
+
+    def _timed(self, binding: StepBinding) -> StepBinding:
+        return StepBinding(
+            self._around(binding.run_experts, "routed experts"),
+            binding.layers,
+            self._around(binding.attend, "attention"),
+        )
+
+    def _around(self, run: Callable[..., torch.Tensor], part: str) -> Callable[..., torch.Tensor]:
+        def timed(*arguments: object) -> torch.Tensor:
+            started = time.perf_counter()
+            result = run(*arguments)
+            self.seconds[part] += time.perf_counter() - started
+            return result
+
+        return timed
+
+
+def dense_bytes(model: PreTrainedModel, is_draft: bool) -> dict[str, int]:
+    """Bytes of weights that a step reads, by part; a draft's copies where it has them."""
+    num_bytes: dict[str, int] = defaultdict(int)
+    for name, module in model.named_modules():
+        part = part_of(name)
+        if part is None:
+            continue
+        for inner in module.modules():
+            codes = getattr(inner, "draft_codes", None)
+            if is_draft and codes is not None:
+                num_bytes[part] += codes.nbytes + inner.draft_scales.nbytes
+                continue
+            num_bytes[part] += sum(p.nbytes for p in inner.parameters(recurse=False))
+    return num_bytes
+
+
+@torch.inference_mode()
+def dense_seconds(
+    model: PreTrainedModel, num_rows: int, is_draft: bool, rounds: int
+) -> dict[str, float]:
+    """Median seconds of all dense products of a step, by part, in the model's order."""
+    layers = [
+        (part, module, torch.randn(num_rows, module.in_features, dtype=module.weight.dtype))
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and (part := dense_part_of(name)) is not None
+    ]
+    times: dict[str, list[float]] = defaultdict(list)
+    for module in model.modules():
+        if isinstance(module, NativeLinear):
+            module.switch.is_drafting = is_draft
+            break
+    for _ in range(rounds):
+        taken: dict[str, float] = defaultdict(float)
+        for part, module, x in layers:
+            started = time.perf_counter()
+            module(x)
+            taken[part] += time.perf_counter() - started
+        for part, seconds in taken.items():
+            times[part].append(seconds)
+    return {part: statistics.median(values) for part, values in times.items()}
+
+
+def dense_part_of(name: str) -> str | None:
+    """Returns the part that a linear layer's name, or that of a module around it, tells."""
+    while name:
+        part = part_of(name)
+        if part is not None:
+            return part
+        name = name.rpartition(".")[0]
+    return None
 
 
 class TransformersStep:
@@ -209,19 +300,53 @@ class TransformersStep:
         self.seconds.append(taken / (self.tokens.shape[1] - before))
 
 
-def print_table(bench: StepBench, bounds: dict[str, dict[str, float]]) -> None:
+def print_table(title: str, bench: StepBench, bounds: dict[str, dict[str, float]]) -> None:
     """Prints milliseconds: measured, and in brackets the bound."""
-    kinds = ("decode", "draft", "verify5")
-    print(("{:<20}" + "{:>20}" * 3).format("ms (bound)", *kinds))
+    names = [kind for kind, _, _ in KINDS]
+    print(("{:<28}" + "{:>20}" * 3).format(title, *names))
     for part in (*PARTS, *OTHER, "total"):
         cells = []
-        for kind in kinds:
+        for kind in names:
             measured = f"{bench.median_ms(kind, part):.2f}"
             bound = bounds[kind].get(part)
             if part == "total":
                 bound = sum(bounds[kind].values())
             cells.append(measured + (f" ({bound:.2f})" if bound is not None else "       "))
-        print(("{:<20}" + "{:>20}" * 3).format(part, *cells))
+        print(("{:<28}" + "{:>20}" * 3).format(part, *cells))
+
+
+def measure(
+    home: ModelHome, mode: CompileMode, arguments: argparse.Namespace
+) -> tuple[StepBench, dict[str, dict[str, float]], float]:
+    """Runs the rounds of one engine beside transformers.
+
+    Returns:
+        The bench, the bounds of its parts in ms, and transformers' ms a token.
+    """
+    config = EngineConfig(
+        budget=MemoryAmount(share=2.0),
+        num_draft_tokens=VERIFY_TOKENS - 1,
+        num_threads=arguments.threads,
+        compile_mode=mode,
+    )
+    engine = Engine.load(home, config, cache_dir=arguments.cache_dir, on_notice=print)
+    engine._take_captured()
+    is_compiled = mode is not CompileMode.OFF
+    bench = StepBench(engine, OperatorTimer(engine) if is_compiled else PartTimer(engine.model))
+    theirs = TransformersStep(home.checkpoint_dir, list(bench.history))
+    for number in range(-10, arguments.rounds):
+        bench.run_round()
+        theirs.run_round()
+        if number < 0:
+            bench.samples.clear()  # until everything is resident and warm
+            theirs.seconds.clear()
+    if is_compiled:
+        bench.add_dense_products(arguments.rounds)
+    rate = memory_rate()
+    print(f"memory {rate / 1e9:.1f} GB/s, {arguments.threads} threads, {arguments.rounds} rounds")
+    bounds = bench.bounds_ms(rate)
+    engine.close()
+    return bench, bounds, 1e3 * statistics.median(theirs.seconds)
 
 
 def main() -> None:
@@ -229,39 +354,26 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--data-dir", type=Path, default=None)
+    parser.add_argument("--cache-dir", type=Path, default=None)
     arguments = parser.parse_args()
+    arguments.cache_dir = arguments.cache_dir or cache_dir()
     home = ModelLibrary(arguments.data_dir or data_dir()).resolve("builtin")
     prepare(home, Precision.NESTED, on_progress=lambda *_: None, is_cancelled=lambda: False)
-    config = EngineConfig(
-        budget=MemoryAmount(share=2.0), num_draft_tokens=4, num_threads=arguments.threads
-    )
-    engine = Engine.load(home, config)
-    bench = StepBench(engine)
-    theirs = TransformersStep(home.checkpoint_dir, list(bench.history))
-    modules = [module for _, module in expert_modules_of(engine.model)]
-    for number in range(-10, arguments.rounds):
-        bench.run_round()
-        theirs.run_round()
-        if number < 0:
-            bench.samples.clear()  # until everything is resident and warm
-            theirs.seconds.clear()
-    rate = memory_rate()
-    engine.close()
-    reference_ms = 1e3 * statistics.median(theirs.seconds)
-    total = {kind: bench.median_ms(kind, "total") for kind in ("decode", "draft", "verify5")}
-    print(
-        f"built-in model, nested, bfloat16, all experts resident, {len(modules)} MoE layers, "
-        f"{arguments.threads} threads, memory {rate / 1e9:.1f} GB/s, {arguments.rounds} rounds"
-    )
-    print_table(bench, bench.bounds_ms(rate))
+    print("built-in model, nested, bfloat16, all experts resident")
+    before, before_bounds, _ = measure(home, CompileMode.OFF, arguments)
+    print_table("before, ms (bound)", before, before_bounds)
+    after, after_bounds, reference_ms = measure(home, CompileMode.WAIT, arguments)
+    print_table("after, ms (bound)", after, after_bounds)
     print(f"transformers' generate: {reference_ms:.1f} ms a token")
+    names = [kind for kind, _, _ in KINDS]
+    total = {kind: after.median_ms(kind, "total") for kind in names}
     print(
         json.dumps(
             {
                 "bench": "step",
                 "threads": arguments.threads,
                 "rounds": arguments.rounds,
-                "memory_bytes_per_s": round(rate),
+                "before_ms": {kind: round(before.median_ms(kind, "total"), 2) for kind in names},
                 "step_ms": {kind: round(value, 2) for kind, value in total.items()},
                 "transformers_ms": round(reference_ms, 2),
                 "speedup_over_transformers": round(reference_ms / total["decode"], 3),

@@ -92,7 +92,9 @@ def gather_facts(
 
 
 def _draft_dense_bytes(model: PreTrainedModel, config: EngineConfig) -> int:
-    is_possible = config.dtype is ComputeDtype.BFLOAT16 and config.compile_mode is not CompileMode.OFF
+    is_possible = (
+        config.dtype is ComputeDtype.BFLOAT16 and config.compile_mode is not CompileMode.OFF
+    )
     return draft_copy_bytes(model, DraftDense.INT8) if is_possible else 0
 
 

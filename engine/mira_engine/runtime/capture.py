@@ -219,7 +219,9 @@ class StepCapture:
                 self._on_line(line)
             code = process.wait()
             if code and not self._closed.is_set():
-                self._notify("uncompiled", f"Some steps run uncompiled: the compiler ended ({code}).")
+                self._notify(
+                    "uncompiled", f"Some steps run uncompiled: the compiler ended ({code})."
+                )
         finally:
             assert process.stdin is not None
             process.stdin.close()
@@ -255,7 +257,7 @@ class StepCapture:
 
             run = torch._inductor.CompiledArtifact.load(path=str(path), format="binary")
             path.touch()
-        except Exception as error:  # A damaged or foreign file fails in any way.
+        except Exception as error:  # noqa: BLE001 - a damaged file fails in any way
             path.unlink(missing_ok=True)
             if is_new:
                 self._notify("uncompiled", f"The {spec} runs uncompiled: {error}.")

@@ -285,9 +285,7 @@ class _LayerRun:
 
     __slots__ = ("_exec", "_layer", "_missing", "_pinned", "_plan", "_ready", "_waiting")
 
-    def __init__(
-        self, executor: ExpertExecutor, layer: int, plan: FusedPlan | _LayerPlan
-    ) -> None:
+    def __init__(self, executor: ExpertExecutor, layer: int, plan: FusedPlan | _LayerPlan) -> None:
         self._exec = executor
         self._layer = layer
         self._plan = plan

@@ -35,7 +35,6 @@ def main(argv: list[str] | None = None) -> int:
         os.nice(10)
     warnings.filterwarnings("ignore")
     import torch
-
     from mira_kernels import native
 
     torch.set_num_threads(1)  # Baked into the generated code; its loops are short.
@@ -71,7 +70,7 @@ def _compile(folder: Path, step: dict[str, str], dtypes: dict[str, str]) -> dict
         partial.replace(path)
     except UnsupportedModelError as error:
         return {"spec": step["spec"], "error": error.message}
-    except Exception as error:  # The compiler documents no narrower class.
+    except Exception as error:  # noqa: BLE001 - the compiler documents no narrower class
         traceback.print_exc()
         reason = str(error).strip().splitlines() or [type(error).__name__]
         return {"spec": step["spec"], "error": f"the compiler failed: {reason[0]}"}
