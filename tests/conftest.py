@@ -78,16 +78,24 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> SaveTiny:
         seed: int = 0,
         dtype: torch.dtype | None = None,
         max_shard_size: str = "1GB",
+        has_windows: bool = True,
         tokenizer: bool = False,
     ) -> Path:
         import torch
         from tiny_models import save_tiny, tiny_tokenizer
 
         dtype = dtype or torch.float32
-        key = (family, seed, dtype, max_shard_size, tokenizer)
+        key = (family, seed, dtype, max_shard_size, has_windows, tokenizer)
         if key not in made:
             folder = tmp_path_factory.mktemp(family)
-            save_tiny(family, folder, seed=seed, dtype=dtype, max_shard_size=max_shard_size)
+            save_tiny(
+                family,
+                folder,
+                seed=seed,
+                dtype=dtype,
+                max_shard_size=max_shard_size,
+                has_windows=has_windows,
+            )
             if tokenizer:
                 tiny_tokenizer(folder)
             made[key] = folder
@@ -110,3 +118,29 @@ def builtin_data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         check=True,
     )
     return folder
+
+
+@pytest.fixture(scope="session")
+def native_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder with the built library of C++ kernels. Compiled steps may be added."""
+    from mira_kernels import native
+
+    if native.compiler() is None:
+        pytest.skip("no C++ compiler here")
+    folder = tmp_path_factory.mktemp("native")
+    status = native.build(folder)
+    assert status.is_available, status.reason
+    return folder
+
+
+_NATIVE_FIXTURES = {"native_cache", "native_kernels"}
+
+
+@pytest.fixture(autouse=True)
+def _native_only_where_asked(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hides kernels that an earlier test loaded from tests that do not ask for them."""
+    native = sys.modules.get("mira_kernels.native")
+    if native is not None and not _NATIVE_FIXTURES & set(request.fixturenames):
+        monkeypatch.setattr(native, "_loaded", None)

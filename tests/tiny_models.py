@@ -262,13 +262,21 @@ RECURRENT_FAMILIES = ("jamba", "qwen3_next", "nemotron_h", "granitemoehybrid")
 """Families whose state cannot be rolled back: speculation is off for them."""
 
 
-def tiny_config(family: str) -> PreTrainedConfig:
+def tiny_config(family: str, *, has_windows: bool = True) -> PreTrainedConfig:
     """Returns the family's configuration in its tiny shape.
+
+    Args:
+        family: One of `FAMILIES`.
+        has_windows: Whether families that can have sliding windows have them.
 
     Raises:
         KeyError: The family is none of `FAMILIES`.
     """
-    return AutoConfig.for_model(family, **(_SHARED | _FAMILY_FIELDS[family]))
+    fields = _SHARED | _FAMILY_FIELDS[family]
+    if not has_windows:
+        fields = fields | {"sliding_window": None, "use_sliding_window": False}
+        fields.pop("layer_types", None)
+    return AutoConfig.for_model(family, **fields)
 
 
 def save_tiny(
@@ -278,6 +286,7 @@ def save_tiny(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     max_shard_size: str = "1GB",
+    has_windows: bool = True,
 ) -> Path:
     """Writes a random checkpoint of the family, as `save_pretrained` does.
 
@@ -287,13 +296,15 @@ def save_tiny(
         seed: Seed of the weights.
         dtype: Type of the stored weights.
         max_shard_size: Size above which the weights are split into several files.
+        has_windows: Whether families that can have sliding windows have them.
 
     Returns:
         `folder`.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(tiny_config(family), dtype=torch.float32)
+        config = tiny_config(family, has_windows=has_windows)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         _scale_weights(model)
     model.generation_config = GenerationConfig(
         bos_token_id=IM_START_ID, eos_token_id=[IM_END_ID, END_OF_TEXT_ID], pad_token_id=PAD_ID

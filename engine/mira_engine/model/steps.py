@@ -84,12 +84,16 @@ class TracedStep:
 class _OpenCache(Cache):
     """Hands keys and values through: the attention operator keeps them itself."""
 
+    handed: tuple[torch.Tensor, torch.Tensor] | None = None
+    """What the last `update` of any such cache handed through, while tracing."""
+
     def __init__(self, num_layers: int) -> None:
         super().__init__(layers=[DynamicLayer() for _ in range(num_layers)])
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        _OpenCache.handed = (key_states, value_states)
         return key_states, value_states
 
 
@@ -132,6 +136,9 @@ def _cached_attention(
     special = [name for name in SPECIAL_FORMS if kwargs.get(name) is not None]
     if special or dropout or not is_causal(module, kwargs):
         raise UnsupportedModelError(f"its attention is not plainly causal {special or ''}".strip())
+    handed, _OpenCache.handed = _OpenCache.handed, None
+    if handed is None or handed[0] is not key or handed[1] is not value:
+        raise UnsupportedModelError("its attention does not take its keys from the cache")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return torch.ops.mira.cached_attention(query, key, value, scale, module.layer_idx), None
 

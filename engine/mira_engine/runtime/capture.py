@@ -100,6 +100,7 @@ class StepCapture:
         self._cache_dir = cache_dir
         self._notify = on_notice
         self._dtypes: dict[str, str] = {}
+        self._reasons: set[str] = set()
         self._wanted: list[StepSpec] = []
         self._landed: dict[StepSpec, tuple[CompiledFunction, list[str]]] = {}
         self._lock = threading.Lock()
@@ -242,7 +243,9 @@ class StepCapture:
             return  # Something the libraries printed.
         spec = StepSpec.from_json(told["spec"])
         if "error" in told:
-            self._notify("uncompiled", f"The {spec} runs uncompiled: {told['error']}.")
+            if told["error"] not in self._reasons:
+                self._reasons.add(told["error"])
+                self._notify("uncompiled", f"The {spec} runs uncompiled: {told['error']}.")
         elif self._take(spec, is_new=True):
             self.num_compiled += 1
 
