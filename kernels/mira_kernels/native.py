@@ -267,6 +267,7 @@ def _load_file(path: Path) -> NativeStatus:
 def _find_wrong() -> str | None:
     """Multiplies small matrices of every kind, and says what is wrong, if anything is."""
     from . import packing, reference
+    from .split import join_draft, split
     from .weights import Int4Layout, Int4Weight, NestedWeight
 
     ops = torch.ops.mira
@@ -280,6 +281,16 @@ def _find_wrong() -> str | None:
     dense = (entries / 127).to(torch.bfloat16)
     if differs(ops.dense_linear(x, dense, None), x.double() @ dense.double().t()):
         return "their dense product is wrong"
+    planes = split(dense)
+    parts = (planes.bases, planes.exceptions, planes.exception_values)
+    if not ops.split_rows(torch.arange(64), planes.high, planes.low, *parts).equal(dense):
+        return "their rows from two planes are wrong"
+    y = ops.split_linear(x, planes.high, planes.low, *parts, None)
+    if not y.equal(ops.dense_linear(x, dense, None)):
+        return "their product with two planes is wrong"
+    y = ops.split_linear(x, planes.high, None, *parts, None)
+    if differs(y, x.double() @ join_draft(planes, 0, 64).double().t()):
+        return "their product with a high plane is wrong"
     factors = torch.arange(1, 65) / 512
     y = ops.int8_linear(x, entries.to(torch.int8), factors, None)
     if differs(y, x.double() @ (entries * factors[:, None]).double().t()):
@@ -318,6 +329,10 @@ def _register_fakes() -> None:
     fakes = {
         "dense_linear": product,
         "int8_linear": product,
+        "split_linear": product,
+        "split_rows": lambda ids, high, *_: high.new_empty(
+            *ids.shape, high.shape[1], dtype=torch.bfloat16
+        ),
         "int4_linear": product,
         "nested_linear": product,
         "gated_experts_": lambda *_: None,

@@ -8,7 +8,9 @@ Method: one process, one thread. For each shape so many matrices that together t
 `--megabytes`; each sample goes once over all of them. Native kernel, torch's kernel and the
 memory's sum take turns; the second-lowest time of `--rounds` counts, because others may
 share the machine. `ratio` is native's rate over the memory's, `five` the time for five rows
-over that for one.
+over that for one. Dense matrices split in two planes (`split` reads both, `draft` the high
+one) take turns with the native dense kernel instead of torch's; `of_dense_1` and `_5` are
+their times over its own.
 
 Left out: many rows, more threads, experts and attention as a whole.
 
@@ -19,6 +21,7 @@ The last line printed is one JSON document.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import tempfile
 import time
@@ -27,6 +30,7 @@ from pathlib import Path
 
 import torch
 from mira_kernels import cpu, native
+from mira_kernels.split import split
 from mira_kernels.weights import Int4Layout, Int4Weight, NestedWeight
 from torch import Tensor
 from torch.nn import functional
@@ -79,6 +83,21 @@ def int8_case(num_outputs: int, num_inputs: int, count: int) -> tuple:
     )
 
 
+def split_case(num_outputs: int, num_inputs: int, count: int, has_low: bool) -> tuple:
+    """Dense matrices, the product with their planes, and the native product with themselves."""
+    ops, matrices = torch.ops.mira, []
+    for _ in range(count):
+        dense = torch.randn(num_outputs, num_inputs).bfloat16()
+        w = split(dense)
+        low = w.low if has_low else None
+        matrices.append((dense, w.high, low, w.bases, w.exceptions, w.exception_values))
+    return (
+        matrices,
+        lambda x, m: ops.split_linear(x, *m[1:], None),
+        lambda x, m: ops.dense_linear(x, m[0], None),
+    )
+
+
 def packed_case(num_outputs: int, num_inputs: int, count: int, has_low: bool) -> tuple:
     """INT4 or nested matrices in the layout that torch's kernel reads here, else 64 rows."""
     layout = cpu.native_int4_layout()
@@ -103,9 +122,19 @@ def packed_case(num_outputs: int, num_inputs: int, count: int, has_low: bool) ->
     return matrices, mine, theirs if layout is not None else None
 
 
+KINDS = (
+    ("dense", dense_case, 2),
+    ("split", functools.partial(split_case, has_low=True), 2),
+    ("draft", functools.partial(split_case, has_low=False), 1),
+    ("int8", int8_case, 1),
+)
+"""Name, maker and bytes of an entry that the kernel reads."""
+
+
 def measure(name: str, case: tuple, matrix_bytes: float, memory: Tensor, rounds: int) -> dict:
     """Rates of one kind and shape, bytes a second."""
     matrices, mine, theirs = case
+    other = "dense" if name.startswith(("split", "draft")) else "torch"
     num_inputs = int(name.split("x")[-1])
     total = matrix_bytes * len(matrices)
     runs = {"memory": lambda: memory.sum()}
@@ -113,20 +142,29 @@ def measure(name: str, case: tuple, matrix_bytes: float, memory: Tensor, rounds:
         x = torch.randn(num_rows, num_inputs).bfloat16()
         runs[f"native {num_rows}"] = over_all(mine, x, matrices)
         if theirs is not None:
-            runs[f"torch {num_rows}"] = over_all(theirs, x, matrices)
+            runs[f"{other} {num_rows}"] = over_all(theirs, x, matrices)
     times: dict[str, list[float]] = {what: [] for what in runs}
     for _ in range(rounds):
         for what, run in runs.items():
             times[what].append(seconds(run))
     low = {what: sorted(taken)[min(1, rounds - 1)] for what, taken in times.items()}
     rate = {
-        what: (memory.nbytes if what == "memory" else total) / taken for what, taken in low.items()
+        what: (memory.nbytes if what == "memory" else total) / taken
+        for what, taken in low.items()
+        if not what.startswith("dense")
     }
     result = {f"{what.replace(' ', '_')}_bytes_per_s": round(value) for what, value in rate.items()}
     result["ratio"] = round(rate["native 1"] / rate["memory"], 3)
     result["five"] = round(low["native 5"] / low["native 1"], 2)
+    if other == "dense":
+        for num_rows in ROWS:
+            share = low[f"native {num_rows}"] / low[f"dense {num_rows}"]
+            result[f"of_dense_{num_rows}"] = round(share, 3)
     shown = "  ".join(f"{what} {value / 1e9:5.1f}" for what, value in rate.items())
-    print(f"{name:18s} {shown} GB/s  ratio {result['ratio']:.2f}  five {result['five']:.2f}")
+    beside = "".join(f"  {what} {result[what]:.2f}" for what in result if "of_dense" in what)
+    print(
+        f"{name:18s} {shown} GB/s  ratio {result['ratio']:.2f}  five {result['five']:.2f}{beside}"
+    )
     return result
 
 
@@ -153,7 +191,7 @@ def main() -> None:
     with torch.inference_mode():
         for num_outputs, num_inputs in SHAPES:
             entries = num_outputs * num_inputs
-            for kind, make, item in (("dense", dense_case, 2), ("int8", int8_case, 1)):
+            for kind, make, item in KINDS:
                 count = max(2, -(-budget // (entries * item)))
                 name = f"{kind} {num_outputs}x{num_inputs}"
                 case = make(num_outputs, num_inputs, count)

@@ -40,9 +40,44 @@ struct BiasView {
   bool is_float = false;
 };
 
+// Weights that planes do not hold, sorted by row and column.
+struct Exceptions {
+  Exceptions() = default;
+  Exceptions(const Tensor& at, const Tensor& of, int64_t num_outputs, int64_t num_inputs) {
+    check_cpu(at, ScalarType::Int, "exceptions");
+    check_cpu(of, ScalarType::Float, "exception_values");
+    count = of.numel();
+    STD_TORCH_CHECK(at.is_contiguous() && of.is_contiguous() && at.dim() == 2 &&
+                        at.size(0) == count && at.size(1) == 2 && of.dim() == 1,
+                    "exceptions must be [m, 2] and their values [m], contiguous");
+    places = static_cast<const int32_t*>(at.const_data_ptr());
+    values = static_cast<const float*>(of.const_data_ptr());
+    for (int64_t i = 0; i < count; ++i)
+      STD_TORCH_CHECK(places[2 * i] >= (i == 0 ? 0 : places[2 * i - 2]) &&
+                          places[2 * i] < num_outputs && places[2 * i + 1] >= 0 &&
+                          places[2 * i + 1] < num_inputs,
+                      "exceptions must be sorted and lie in the matrix");
+  }
+  // Calls body(row, column, value) for those of rows `first` to `end`.
+  template <class Body>
+  void each_of(int64_t first, int64_t end, const Body& body) const {
+    int64_t low = 0, high = count;
+    while (low < high) {
+      const int64_t middle = (low + high) / 2;
+      if (places[2 * middle] < first) low = middle + 1;
+      else high = middle;
+    }
+    for (; low < count && places[2 * low] < end; ++low)
+      body(places[2 * low], places[2 * low + 1], values[low]);
+  }
+  const int32_t* places = nullptr;
+  const float* values = nullptr;
+  int64_t count = 0;
+};
+
 // x `[..., K]` in any strides times a matrix; scales are of outputs.
 Tensor matrix_product(const Tensor& x, const Matrix& matrix, const float* scales,
-                      const BiasView& bias) {
+                      const BiasView& bias, const Exceptions& exceptions = {}) {
   thread_local Room room;
   const int64_t num_inputs = matrix.num_inputs, num_outputs = matrix.num_outputs;
   const int64_t num_rows = x.numel() / std::max<int64_t>(num_inputs, 1);
@@ -67,6 +102,11 @@ Tensor matrix_product(const Tensor& x, const Matrix& matrix, const float* scales
       const int count = int(std::min<int64_t>(kMaxRows, num_rows - begin));
       for (int m = 0; m < count; ++m) rows[m] = inputs + (begin + m) * length;
       multiply(matrix, unit, rows, count, product);
+      exceptions.each_of(first, first + width, [&](int64_t n, int64_t k, float value) {
+        for (int m = 0; m < count; ++m)
+          product[m * kMaxUnit + n - first] +=
+              widen(static_cast<const uint16_t*>(rows[m])[k]) * value;
+      });
       for (int m = 0; m < count; ++m) {
         float* at = product + m * kMaxUnit;
         if (scales != nullptr)
@@ -157,6 +197,100 @@ Tensor int8_linear(const Tensor& x, const Tensor& codes, const Tensor& scales,
   const BiasView view(bias, matrix.num_outputs);
   if (x.numel() > kMaxRows * matrix.num_inputs) return int8_chunks(x, codes, factors, view);
   return matrix_product(x, matrix, factors, view);
+}
+
+// Planes `[N, K]`; low is null for a draft's.
+struct Planes {
+  Planes(const Tensor& high, const Tensor* low, const Tensor& bases) {
+    check_cpu(high, ScalarType::Byte, "high");
+    check_cpu(bases, ScalarType::Short, "bases");
+    matrix = row_matrix(Kind::kDraft, high);
+    STD_TORCH_CHECK(bases.dim() == 1 && bases.is_contiguous() &&
+                        bases.size(0) == matrix.num_outputs,
+                    "bases must be [N], contiguous");
+    matrix.bases = static_cast<const int16_t*>(bases.const_data_ptr());
+    if (low == nullptr) return;
+    check_cpu(*low, ScalarType::Byte, "low");
+    STD_TORCH_CHECK(low->dim() == 2 && low->is_contiguous() && low->size(0) == high.size(0) &&
+                        low->size(1) == high.size(1),
+                    "low must be as large as high, contiguous");
+    matrix.kind = Kind::kSplit;
+    matrix.low = low->const_data_ptr();
+  }
+  void join(int64_t row, const Exceptions& exceptions, uint16_t* to) const {
+    const int64_t count = matrix.num_inputs;
+    const auto* low = static_cast<const uint8_t*>(matrix.low);
+    join_row(static_cast<const uint8_t*>(matrix.codes) + row * count,
+             low == nullptr ? nullptr : low + row * count, matrix.bases[row], count, to);
+    exceptions.each_of(row, row + 1,
+                       [&](int64_t, int64_t k, float value) { to[k] = narrow(value); });
+  }
+  Matrix matrix;
+};
+
+// Many rows: planes to bfloat16, a chunk of outputs at a time, and torch's product.
+Tensor split_chunks(const Tensor& x, const Tensor& high, const Planes& planes,
+                    const Exceptions& exceptions, const std::optional<Tensor>& bias) {
+  constexpr int64_t kChunk = 256;
+  const int64_t num_outputs = high.size(0), num_inputs = high.size(1);
+  const int64_t num_rows = x.numel() / num_inputs;
+  std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
+  sizes.back() = num_outputs;
+  Tensor out = new_empty(x, sizes, ScalarType::BFloat16);
+  Tensor wide = new_empty(x, {std::min(kChunk, num_outputs), num_inputs}, ScalarType::BFloat16);
+  auto* weight = static_cast<uint16_t*>(wide.mutable_data_ptr());
+  auto* to = static_cast<uint16_t*>(out.mutable_data_ptr());
+  std::optional<Tensor> added;
+  if (bias.has_value())
+    added = is_bfloat16(*bias) ? *bias : torch::stable::to(*bias, ScalarType::BFloat16);
+  for (int64_t first = 0; first < num_outputs; first += kChunk) {
+    const int64_t count = std::min(kChunk, num_outputs - first);
+    each(count, 16, [&](int64_t n) {
+      planes.join(first + n, exceptions, weight + n * num_inputs);
+    });
+    std::optional<Tensor> share;
+    if (added.has_value()) share = torch::stable::narrow(*added, 0, first, count);
+    const Tensor part = torch::stable::narrow(wide, 0, 0, count);
+    const Tensor y = torch::stable::contiguous(aten_linear(x, part, share));
+    const auto* product = static_cast<const uint16_t*>(y.const_data_ptr());
+    each(num_rows, 64, [&](int64_t m) {
+      std::memcpy(to + m * num_outputs + first, product + m * count, 2 * count);
+    });
+  }
+  return out;
+}
+
+Tensor split_linear(const Tensor& x, const Tensor& high, const std::optional<Tensor>& low,
+                    const Tensor& bases, const Tensor& exceptions,
+                    const Tensor& exception_values, const std::optional<Tensor>& bias) {
+  const Planes planes(high, low.has_value() ? &*low : nullptr, bases);
+  const Matrix& matrix = planes.matrix;
+  check_rows(x, matrix.num_inputs);
+  const BiasView view(bias, matrix.num_outputs);
+  Exceptions kept(exceptions, exception_values, matrix.num_outputs, matrix.num_inputs);
+  if (!low.has_value()) kept = {};  // a draft takes them for zero
+  if (x.numel() > kMaxRows * matrix.num_inputs)
+    return split_chunks(x, high, planes, kept, bias);
+  return matrix_product(x, matrix, nullptr, view, kept);
+}
+
+Tensor split_rows(const Tensor& ids, const Tensor& high, const Tensor& low, const Tensor& bases,
+                  const Tensor& exceptions, const Tensor& exception_values) {
+  check_cpu(ids, ScalarType::Long, "ids");
+  const Planes planes(high, &low, bases);
+  const int64_t num_rows = high.size(0), num_inputs = high.size(1), count = ids.numel();
+  const Exceptions kept(exceptions, exception_values, num_rows, num_inputs);
+  std::vector<int64_t> sizes(ids.sizes().begin(), ids.sizes().end());
+  sizes.push_back(num_inputs);
+  Tensor out = new_empty(high, sizes, ScalarType::BFloat16);
+  const Tensor flat = torch::stable::contiguous(ids);
+  const auto* rows = static_cast<const int64_t*>(flat.const_data_ptr());
+  for (int64_t i = 0; i < count; ++i)
+    STD_TORCH_CHECK(rows[i] >= 0 && rows[i] < num_rows, "no such row: ", rows[i]);
+  auto* to = static_cast<uint16_t*>(out.mutable_data_ptr());
+  each(count, grain_of(2 * num_inputs),
+       [&](int64_t i) { planes.join(rows[i], kept, to + i * num_inputs); });
+  return out;
 }
 
 void check_packing(int64_t num_outputs, int64_t num_inputs, int64_t group_size,
@@ -354,6 +488,12 @@ STABLE_TORCH_LIBRARY(mira, m) {
   m.def("dense_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
   m.def("int8_linear(Tensor x, Tensor codes, Tensor scales, Tensor? bias) -> Tensor");
   m.def(
+      "split_linear(Tensor x, Tensor high, Tensor? low, Tensor bases, Tensor exceptions,"
+      " Tensor exception_values, Tensor? bias) -> Tensor");
+  m.def(
+      "split_rows(Tensor ids, Tensor high, Tensor low, Tensor bases, Tensor exceptions,"
+      " Tensor exception_values) -> Tensor");
+  m.def(
       "int4_linear(Tensor x, Tensor packed, Tensor scales, int group_size, int block_rows)"
       " -> Tensor");
   m.def(
@@ -373,6 +513,8 @@ STABLE_TORCH_LIBRARY(mira, m) {
 STABLE_TORCH_LIBRARY_IMPL(mira, CPU, m) {
   m.impl("dense_linear", TORCH_BOX(&mira::dense_linear));
   m.impl("int8_linear", TORCH_BOX(&mira::int8_linear));
+  m.impl("split_linear", TORCH_BOX(&mira::split_linear));
+  m.impl("split_rows", TORCH_BOX(&mira::split_rows));
   m.impl("int4_linear", TORCH_BOX(&mira::int4_linear));
   m.impl("nested_linear", TORCH_BOX(&mira::nested_linear));
   m.impl("gated_experts_", TORCH_BOX(&mira::gated_experts));

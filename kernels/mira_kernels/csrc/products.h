@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "split.h"
 #include "vectors.h"
 
 namespace mira {
@@ -14,12 +15,14 @@ constexpr int kMaxRows = 48;
 constexpr int kMaxUnit = 64;  // most outputs of a block
 constexpr int kPadding = 64;  // entries that a prepared row is a multiple of, zero-filled
 
-enum class Kind : int64_t { kDense = 0, kInt8 = 1, kInt4 = 2, kNested = 3, kFloat = 4 };
+enum class Kind : int64_t { kDense = 0, kInt8 = 1, kInt4 = 2, kNested = 3, kFloat = 4, kSplit = 5,
+                           kDraft = 6 };
 
 struct Matrix {
   Kind kind;
   const void* codes;     // values, codes or the high plane
-  const void* low;       // the low plane of `kNested`
+  const void* low;       // the low plane of `kNested` and `kSplit`
+  const int16_t* bases;  // of the rows of `kSplit` and `kDraft`
   const uint16_t* scales;  // of packed codes: [K / group, N, 2]
   int64_t num_outputs, num_inputs;
   int64_t row_stride;  // entries, of kinds that are not packed
@@ -31,7 +34,8 @@ struct Matrix {
   int64_t unit_bytes() const {
     const int64_t entries = unit() * num_inputs;
     switch (kind) {
-      case Kind::kDense: return 2 * entries;
+      case Kind::kDense:
+      case Kind::kSplit: return 2 * entries;
       case Kind::kFloat: return 4 * entries;
       case Kind::kInt4: return entries / 2;
       default: return entries;
@@ -126,6 +130,62 @@ inline void dot_tile(const Matrix& matrix, int64_t first, const void* const* x, 
   for (int m = 0; m < kRows; ++m) sum_four(sums[m], out + m * kMaxUnit);
 }
 
+// The same for rows in two planes, or for the draft's in one: steps, products and additions
+// are those of dense rows, so that equal weights give equal bits.
+template <bool kHasLow, int kRows>
+inline void split_tile(const Matrix& matrix, int64_t first, const void* const* x, float* out) {
+  constexpr int kStep = DenseRows::kStep;
+  const int64_t num_inputs = matrix.num_inputs;
+  const uint8_t *high[4], *low[4];
+  const uint16_t* rows[kRows];
+  SplitRow<kHasLow> readers[4];
+  float factors[4];
+#pragma GCC unroll 4
+  for (int n = 0; n < 4; ++n) {
+    const int64_t row = std::min(first + n, matrix.num_outputs - 1);
+    high[n] = static_cast<const uint8_t*>(matrix.codes) + row * num_inputs;
+    low[n] = kHasLow ? static_cast<const uint8_t*>(matrix.low) + row * num_inputs : high[n];
+    readers[n].begin(matrix.bases[row]);
+    factors[n] = draft_factor(matrix.bases[row]);
+  }
+  for (int m = 0; m < kRows; ++m) rows[m] = static_cast<const uint16_t*>(x[m]);
+  F16 sums[kRows][4] = {};
+  Pairs lanes[4];
+  const auto add = [&](int64_t k) __attribute__((always_inline)) {
+#pragma GCC unroll 6
+    for (int m = 0; m < kRows; ++m)
+#pragma GCC unroll 4
+      for (int n = 0; n < 4; ++n) dot(sums[m][n], load_pairs(rows[m] + k), lanes[n]);
+  };
+  int64_t k = 0;
+  for (; k + kStep <= num_inputs; k += kStep) {
+#pragma GCC unroll 2
+    for (int line = 0; line < 4 * kStep; line += 64) {
+      fetch_ahead<kRows>(high[0] + 4 * k + line, 4 * num_inputs);
+      if (kHasLow) fetch_ahead<kRows>(low[0] + 4 * k + line, 4 * num_inputs);
+    }
+#pragma GCC unroll 4
+    for (int n = 0; n < 4; ++n) lanes[n] = readers[n].read(high[n] + k, low[n] + k);
+    add(k);
+  }
+  if (k < num_inputs) {
+    // What the zeros are read as meets the zeros behind a prepared row.
+    uint8_t rest[2][kStep] = {};
+    for (int n = 0; n < 4; ++n) {
+      std::memcpy(rest[0], high[n] + k, num_inputs - k);
+      std::memcpy(rest[1], low[n] + k, num_inputs - k);
+      lanes[n] = readers[n].read(rest[0], rest[1]);
+    }
+    add(k);
+  }
+  for (int m = 0; m < kRows; ++m) {
+    float* to = out + m * kMaxUnit;
+    sum_four(sums[m], to);
+    if (!kHasLow)
+      for (int n = 0; n < 4; ++n) to[n] *= factors[n];
+  }
+}
+
 // kRows inputs times one block of packed rows. out is `[kRows, kMaxUnit]`.
 template <int kBlock, bool kNested, int kRows>
 inline void packed_tile(const Matrix& matrix, int64_t unit, const void* const* x, float* out) {
@@ -197,6 +257,17 @@ inline void dot_unit(const Matrix& matrix, int64_t unit, const void* const* x, i
     });
 }
 
+template <bool kHasLow>
+inline void split_unit(const Matrix& matrix, int64_t unit, const void* const* x, int num_rows,
+                       float* out) {
+  const int64_t first = unit * matrix.unit();
+  const int64_t end = std::min(first + matrix.unit(), matrix.num_outputs);
+  for (int64_t n = first; n < end; n += 4)
+    by_rows<6>(num_rows, [&](auto rows, int m) {
+      split_tile<kHasLow, decltype(rows)::value>(matrix, n, x + m, out + m * kMaxUnit + n - first);
+    });
+}
+
 template <int kBlock, bool kNested>
 inline void packed_unit(const Matrix& matrix, int64_t unit, const void* const* x, int num_rows,
                         float* out) {
@@ -213,6 +284,8 @@ inline void multiply(const Matrix& matrix, int64_t unit, const void* const* x, i
     case Kind::kDense: return dot_unit<DenseRows>(matrix, unit, x, num_rows, out);
     case Kind::kInt8: return dot_unit<Int8Rows>(matrix, unit, x, num_rows, out);
     case Kind::kFloat: return dot_unit<FloatRows>(matrix, unit, x, num_rows, out);
+    case Kind::kSplit: return split_unit<true>(matrix, unit, x, num_rows, out);
+    case Kind::kDraft: return split_unit<false>(matrix, unit, x, num_rows, out);
     case Kind::kInt4:
       return is_wide ? packed_unit<64, false>(matrix, unit, x, num_rows, out)
                      : packed_unit<32, false>(matrix, unit, x, num_rows, out);
