@@ -136,15 +136,17 @@ template <bool kHasLow, int kRows>
 inline void split_tile(const Matrix& matrix, int64_t first, const void* const* x, float* out) {
   constexpr int kStep = DenseRows::kStep;
   const int64_t num_inputs = matrix.num_inputs;
-  const uint8_t *high[4], *low[4];
+  const uint8_t* high = static_cast<const uint8_t*>(matrix.codes) + first * num_inputs;
+  const uint8_t* low =
+      kHasLow ? static_cast<const uint8_t*>(matrix.low) + first * num_inputs : high;
+  int64_t at[4];  // of a row in both planes: pointers to eight rows would not stay in registers
   const uint16_t* rows[kRows];
   SplitRow<kHasLow> readers[4];
   float factors[4];
 #pragma GCC unroll 4
   for (int n = 0; n < 4; ++n) {
     const int64_t row = std::min(first + n, matrix.num_outputs - 1);
-    high[n] = static_cast<const uint8_t*>(matrix.codes) + row * num_inputs;
-    low[n] = kHasLow ? static_cast<const uint8_t*>(matrix.low) + row * num_inputs : high[n];
+    at[n] = (row - first) * num_inputs;
     readers[n].begin(matrix.bases[row]);
     factors[n] = draft_factor(matrix.bases[row]);
   }
@@ -161,19 +163,19 @@ inline void split_tile(const Matrix& matrix, int64_t first, const void* const* x
   for (; k + kStep <= num_inputs; k += kStep) {
 #pragma GCC unroll 2
     for (int line = 0; line < 4 * kStep; line += 64) {
-      fetch_ahead<kRows>(high[0] + 4 * k + line, 4 * num_inputs);
-      if (kHasLow) fetch_ahead<kRows>(low[0] + 4 * k + line, 4 * num_inputs);
+      fetch_ahead<kRows>(high + 4 * k + line, 4 * num_inputs);
+      if (kHasLow) fetch_ahead<kRows>(low + 4 * k + line, 4 * num_inputs);
     }
 #pragma GCC unroll 4
-    for (int n = 0; n < 4; ++n) lanes[n] = readers[n].read(high[n] + k, low[n] + k);
+    for (int n = 0; n < 4; ++n) lanes[n] = readers[n].read(high + k + at[n], low + k + at[n]);
     add(k);
   }
   if (k < num_inputs) {
     // What the zeros are read as meets the zeros behind a prepared row.
     uint8_t rest[2][kStep] = {};
     for (int n = 0; n < 4; ++n) {
-      std::memcpy(rest[0], high[n] + k, num_inputs - k);
-      std::memcpy(rest[1], low[n] + k, num_inputs - k);
+      std::memcpy(rest[0], high + k + at[n], num_inputs - k);
+      std::memcpy(rest[1], low + k + at[n], num_inputs - k);
       lanes[n] = readers[n].read(rest[0], rest[1]);
     }
     add(k);

@@ -55,9 +55,10 @@ struct SplitRow<true> {
   MIRA_INLINE Pairs read(const uint8_t* high, const uint8_t* low) const {
     const __m512i wide = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)low));
     const __m512i offset = _mm512_permutexvar_epi16(_mm512_srli_epi16(wide, 4), offsets);
-    // The mask's bits from the first, the others (four of mantissa) from the second.
-    const __m512i bits = _mm512_ternarylogic_epi32(_mm512_set1_epi16(int16_t(0x87f0)),
-                                                   spread_high(high), wide, 0xca);
+    // The mask's bits from the first, the others (four of mantissa) from the second. The mask
+    // comes last because the first's register is overwritten.
+    const __m512i bits = _mm512_ternarylogic_epi32(spread_high(high), wide,
+                                                   _mm512_set1_epi16(int16_t(0x87f0)), 0xe4);
     return {_mm512_add_epi16(bits, offset)};
   }
 };
