@@ -44,7 +44,7 @@ from .model.chat import ChatRenderer, Detokeniser, end_token_ids, load_tokenizer
 from .model.experts import stamp
 from .model.facts import context_length, gather_facts, longest_context
 from .model.kv import StateManager
-from .model.linear import DenseSwitch, add_draft_copies, use_native_linear
+from .model.linear import DenseSwitch, apply_draft_dense, use_native_linear
 from .model.loader import TORCH_DTYPES, load_backbone
 from .model.sampling import Sampler
 from .model.steps import StepSpec
@@ -65,7 +65,6 @@ from .runtime.transfer import LinkThrottle
 from .types import (
     CompileMode,
     ComputeDtype,
-    DraftDense,
     ExpertId,
     FinishReason,
     Phase,
@@ -257,9 +256,7 @@ class Engine:
     def _start_capture(self, cache_dir: Path) -> None:
         """Takes up native kernels that are there, and has the rest made in the background."""
         if native.is_built(cache_dir):
-            status = native.load(cache_dir)
-            if not status.is_available:
-                self._notice("no-native-kernels", f"Steps run uncompiled: {status.reason}")
+            if not self._load_native(cache_dir):
                 return
             self._use_native()
         self._capture = StepCapture(
@@ -269,7 +266,6 @@ class Engine:
         if self.config.compile_mode is CompileMode.WAIT:
             self._capture.wait(self._is_load_cancelled)
             check_cancelled(self._is_load_cancelled)
-        self._take_captured()
 
     def _wanted_steps(self) -> list[StepSpec]:
         """The steps of the loop: decoding, or drafting and verifying K tokens."""
@@ -280,39 +276,45 @@ class Engine:
                 "windows or running states.",
             )
             return []
-        is_bfloat16 = self.config.dtype is ComputeDtype.BFLOAT16
         plan = self.plan
         base = StepSpec(
             dtype=self.config.dtype,
-            is_native=is_bfloat16,
-            draft_dense=DraftDense.INT8 if plan.draft_dense_bytes else DraftDense.TARGET,
+            is_native=self.config.dtype is ComputeDtype.BFLOAT16,
+            draft_dense=plan.draft_dense,
             is_draft=False,
             num_tokens=1,
         )
-        # A target's step does not have the copies among its inputs.
-        target = replace(base, draft_dense=DraftDense.TARGET)
-        if plan.num_draft_tokens:
-            draft = replace(base, is_draft=True)
-            return [draft, replace(target, num_tokens=plan.num_draft_tokens + 1), target]
-        return [target]
+        if not plan.num_draft_tokens:
+            return [base]
+        draft = replace(base, is_draft=True)
+        return [draft, replace(base, num_tokens=plan.num_draft_tokens + 1), base]
 
-    def _take_captured(self) -> None:
-        """Takes up what the background made. Between replies: roundings differ."""
+    def take_compiled(self) -> None:
+        """Takes up what the background has made. Between replies only: roundings differ.
+
+        The first time it can take a second. Every reply begins with it; to call it when a
+        reply has ended spares the next one that second.
+        """
         if self._capture is None or self._cache_dir is None:
             return
-        if not self._is_native and native.is_built(self._cache_dir):
-            if not native.load(self._cache_dir).is_available:
+        if not self._is_native and self._capture.is_native_ready:
+            if not self._load_native(self._cache_dir):
                 return
             self._use_native()
         if self._is_native:
             self.passes.add_steps(self._capture.take_ready())
 
+    def _load_native(self, cache_dir: Path) -> bool:
+        status = native.load(cache_dir)
+        if not status.is_available:
+            self._tell_once("no-native-kernels", f"Steps run uncompiled: {status.reason}")
+        return status.is_available
+
     def _use_native(self) -> None:
         """Switches dense layers, experts and the draft to the native kernels."""
         self._is_native = True
         use_native_linear(self.model, self._switch)
-        if self.plan.draft_dense_bytes:
-            add_draft_copies(self.model, DraftDense.INT8)
+        apply_draft_dense(self.model, self.plan.draft_dense)
         fmt, draft = self._target.format, self.executor.draft
         modules = [module for _, module in expert_modules_of(self.model)]
         if is_fusable(fmt, modules):
@@ -427,7 +429,7 @@ class Engine:
         Returns:
             Why it ended.
         """
-        self._take_captured()
+        self.take_compiled()
         meter = self.executor.meter = ReplyMeter()
         room = self.context_length - len(prompt)
         if room < 1:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .config import EngineConfig, SamplingConfig
-from .types import FinishReason, Precision
+from .types import DraftDense, FinishReason, Precision
 
 PROTOCOL_VERSION = 1
 
@@ -35,7 +35,8 @@ class MemoryPlan:
         workspace_bytes: The largest prefill chunk's temporaries.
         budget_bytes: What experts may hold: `draft_bytes`, `draft_dense_bytes` and the slots.
         draft_bytes: The resident INT4 draft, 0 without one.
-        draft_dense_bytes: Cheaper copies of dense layers for the draft, 0 without.
+        draft_dense: What the draft multiplies with outside of the routed experts.
+        draft_dense_bytes: Its copies of dense layers, 0 without.
         slot_bytes: One slot.
         num_slots: Slots for target records.
         reference_bytes: All routed experts in INT8, which percentages refer to.
@@ -48,6 +49,7 @@ class MemoryPlan:
     workspace_bytes: int
     budget_bytes: int
     draft_bytes: int
+    draft_dense: DraftDense = DraftDense.TARGET
     draft_dense_bytes: int = 0
     slot_bytes: int
     num_slots: int

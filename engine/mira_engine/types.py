@@ -46,6 +46,7 @@ class DraftDense(enum.StrEnum):
 
     AUTO = "auto"
     TARGET = "target"
+    SPLIT = "split"
     INT8 = "int8"
 
 

@@ -235,6 +235,7 @@ class Worker:
             raise MiraError("No model is loaded.", hint="Pick a model first.")
         for event in self._engine.stream(job.request_id, job.messages, job.sampling):
             self._writer.send(event)
+        self._engine.take_compiled()
 
     def _unload(self) -> None:
         with self._lock:

@@ -330,7 +330,7 @@ def measure(
         compile_mode=mode,
     )
     engine = Engine.load(home, config, cache_dir=arguments.cache_dir, on_notice=print)
-    engine._take_captured()
+    engine.take_compiled()
     is_compiled = mode is not CompileMode.OFF
     bench = StepBench(engine, OperatorTimer(engine) if is_compiled else PartTimer(engine.model))
     theirs = TransformersStep(home.checkpoint_dir, list(bench.history))

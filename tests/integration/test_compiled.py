@@ -138,7 +138,7 @@ def test_compiled_steps_equal_transformers_whatever_is_resident(
     assert _greedy(plain, prompt) == text
     assert plain.stats().num_eager_passes == 1, "only the prompt"
     tight = load(home, budget=MemoryAmount(num_bytes=plain._top_k * plain.plan.slot_bytes))
-    tight._take_captured()
+    tight.take_compiled()
     assert tight.plan.num_slots < plain.plan.num_slots
     whole = model(input_ids=torch.tensor([[*prompt, 5]])).logits[0, -1]
     logits = []
@@ -260,7 +260,7 @@ def _compilers() -> list[psutil.Process]:
 
 def test_compiling_process_ends_when_its_engine_is_killed(tmp_path: Path) -> None:
     job = tmp_path / "job.json"
-    job.write_text('{"is_native": false, "steps": [], "cache_dir": "", "folder": "", "dtypes": {}}')
+    job.write_text('{"is_native": false, "steps": []}')
     process = subprocess.Popen(
         [sys.executable, "-m", "mira_engine.runtime.step_compiler", str(job)],
         stdin=subprocess.PIPE,

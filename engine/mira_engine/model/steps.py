@@ -25,7 +25,13 @@ from ..errors import UnsupportedModelError
 from ..types import ComputeDtype, DraftDense
 from . import experts
 from .attention import SPECIAL_FORMS, is_causal
-from .linear import DenseSwitch, add_draft_copies, use_native_linear
+from .linear import (
+    DRAFT_BUFFERS,
+    DenseSwitch,
+    add_draft_copies,
+    split_fakes,
+    use_native_linear,
+)
 from .loader import TORCH_DTYPES, without_experts
 
 CACHED_ATTENTION = "mira_cached"
@@ -38,7 +44,7 @@ class StepSpec:
     Attributes:
         dtype: Arithmetic.
         is_native: Whether dense layers use the native kernels.
-        draft_dense: Copies that the dense layers have for a draft.
+        draft_dense: What a draft multiplies with outside of the routed experts.
         is_draft: Whether it is a draft's step.
         num_tokens: Tokens of the pass.
     """
@@ -158,17 +164,20 @@ def other_dtypes(model: nn.Module, dtype: torch.dtype) -> dict[str, str]:
     return {
         name: str(tensor.dtype).removeprefix("torch.")
         for name, tensor in named
-        if tensor.dtype is not dtype and not name.endswith(("draft_codes", "draft_scales"))
+        if tensor.dtype is not dtype and name.rpartition(".")[2] not in DRAFT_BUFFERS
     }
 
 
-def trace_step(folder: Path, spec: StepSpec, dtypes: Mapping[str, str]) -> TracedStep:
+def trace_step(
+    folder: Path, spec: StepSpec, dtypes: Mapping[str, str], census: Mapping[str, int]
+) -> TracedStep:
     """Traces a step of the model in `folder`, of which only the configuration is read.
 
     Args:
         folder: The backbone.
         spec: Which step.
         dtypes: From `other_dtypes` of the loaded model.
+        census: From `split_census` of the loaded model, where its draft is split.
 
     Raises:
         UnsupportedModelError: The model has no such step; the text says why.
@@ -177,7 +186,7 @@ def trace_step(folder: Path, spec: StepSpec, dtypes: Mapping[str, str]) -> Trace
     AttentionInterface.register(CACHED_ATTENTION, _cached_attention)
     AttentionMaskInterface.register(CACHED_ATTENTION, lambda *args, **kwargs: None)
     with FakeTensorMode():
-        model = _fake_model(folder, spec, dtypes)
+        model = _fake_model(folder, spec, dtypes, census)
         arguments = step_arguments(spec.num_tokens)
         try:
             with torch.no_grad():
@@ -202,7 +211,9 @@ def trace_step(folder: Path, spec: StepSpec, dtypes: Mapping[str, str]) -> Trace
     return TracedStep(graph, inputs, weights)
 
 
-def _fake_model(folder: Path, spec: StepSpec, dtypes: Mapping[str, str]) -> PreTrainedModel:
+def _fake_model(
+    folder: Path, spec: StepSpec, dtypes: Mapping[str, str], census: Mapping[str, int]
+) -> PreTrainedModel:
     config = load_config(folder)
     before = torch.get_default_dtype()
     torch.set_default_dtype(TORCH_DTYPES[spec.dtype])
@@ -221,7 +232,10 @@ def _fake_model(folder: Path, spec: StepSpec, dtypes: Mapping[str, str]) -> PreT
         switch = DenseSwitch()
         switch.is_drafting = spec.is_draft
         use_native_linear(model, switch)
-        add_draft_copies(model, spec.draft_dense)
+        if spec.draft_dense is DraftDense.SPLIT:
+            split_fakes(model, census)
+        elif spec.draft_dense is DraftDense.INT8 and spec.is_draft:
+            add_draft_copies(model)
     return model
 
 

@@ -30,8 +30,8 @@ class ModelFacts:
         top_k: Experts of one token in one layer.
         reference_record_bytes: One expert in INT8.
         draft_record_bytes: One expert of the INT4 draft.
-        draft_dense_bytes: Cheaper copies of the dense layers for the draft, 0 where there
-            can be none.
+        draft_copy_bytes: INT8 copies of the dense layers for the draft, 0 where a draft
+            can only use the target's own layers.
         target_record_bytes: What one slot needs beside a resident draft.
         whole_record_bytes: What one slot needs without a draft.
         non_expert_bytes: All weights but the routed experts.
@@ -44,7 +44,7 @@ class ModelFacts:
     top_k: int
     reference_record_bytes: int
     draft_record_bytes: int
-    draft_dense_bytes: int
+    draft_copy_bytes: int
     target_record_bytes: int
     whole_record_bytes: int
     non_expert_bytes: int
@@ -115,7 +115,8 @@ def plan_memory(
     has_draft = k > 0
     slot_bytes = facts.target_record_bytes if has_draft else facts.whole_record_bytes
     fixed = draft_bytes if has_draft else 0
-    dense_bytes = _draft_dense_bytes(facts, draft_dense, given - fixed) if has_draft else 0
+    dense = _draft_dense(facts, draft_dense, given - fixed) if has_draft else DraftDense.TARGET
+    dense_bytes = facts.draft_copy_bytes if dense is DraftDense.INT8 else 0
     fixed += dense_bytes
     num_slots = min((given - fixed) // slot_bytes, facts.num_experts)
     if num_slots == facts.num_experts:
@@ -126,6 +127,7 @@ def plan_memory(
         workspace_bytes=facts.workspace_bytes,
         budget_bytes=given,
         draft_bytes=draft_bytes if has_draft else 0,
+        draft_dense=dense,
         draft_dense_bytes=dense_bytes,
         slot_bytes=slot_bytes,
         num_slots=num_slots,
@@ -136,28 +138,26 @@ def plan_memory(
     return plan, note
 
 
-def _draft_dense_bytes(facts: ModelFacts, wanted: DraftDense, room: int) -> int:
-    """Returns the bytes to spend on the draft's own dense layers.
+def _draft_dense(facts: ModelFacts, wanted: DraftDense, room: int) -> DraftDense:
+    """Returns what the draft multiplies with outside of the routed experts.
 
-    Left to choose, they are taken where all experts fit beside them: they make a draft
-    step cheaper, but slots are worth more while experts have to be loaded.
+    Split weights cost no memory, so they are taken where nobody chose.
 
     Raises:
-        BudgetError: They were asked for and do not fit.
+        BudgetError: INT8 copies were asked for and do not fit.
     """
-    needed = facts.draft_dense_bytes
-    if wanted is DraftDense.TARGET or not needed:
-        return 0
-    if wanted is DraftDense.AUTO:
-        return needed if needed + facts.num_experts * facts.target_record_bytes <= room else 0
-    short = needed + facts.min_slots * facts.target_record_bytes - room
+    if not facts.draft_copy_bytes or wanted is DraftDense.TARGET:
+        return DraftDense.TARGET
+    if wanted is not DraftDense.INT8:
+        return DraftDense.SPLIT
+    short = facts.draft_copy_bytes + facts.min_slots * facts.target_record_bytes - room
     if short > 0:
         raise BudgetError(
-            f"INT8 dense layers for the draft take {format_bytes(needed)}; the budget is "
-            f"{format_bytes(short)} short.",
-            hint="Give a larger --budget, or --draft-dense target.",
+            f"INT8 dense layers for the draft take {format_bytes(facts.draft_copy_bytes)}; the "
+            f"budget is {format_bytes(short)} short.",
+            hint="Give a larger --budget, or --draft-dense split.",
         )
-    return needed
+    return DraftDense.INT8
 
 
 def _describe(budget: MemoryAmount, given: int) -> str:

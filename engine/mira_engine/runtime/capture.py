@@ -28,8 +28,10 @@ import transformers
 from mira_kernels import native
 from torch import nn
 
+from ..model.linear import split_census
 from ..model.operators import StepBinding, bound
 from ..model.steps import StepSpec, other_dtypes, step_arguments
+from ..types import DraftDense
 
 STEP_VERSION = 1
 """Raised when what a step's graph calls changes."""
@@ -101,6 +103,10 @@ class StepCapture:
         self._notify = on_notice
         self._dtypes: dict[str, str] = {}
         self._reasons: set[str] = set()
+        self._is_split = False
+        self._is_native_ready = threading.Event()
+        self.census: dict[str, int] = {}
+        """Layers with split weights, once `is_native_ready`."""
         self._wanted: list[StepSpec] = []
         self._landed: dict[StepSpec, tuple[CompiledFunction, list[str]]] = {}
         self._lock = threading.Lock()
@@ -119,9 +125,15 @@ class StepCapture:
             dtype: The model's.
         """
         self._dtypes = other_dtypes(self._model, dtype)
+        self._is_split = any(spec.draft_dense is DraftDense.SPLIT for spec in specs)
         self._wanted = list(dict.fromkeys(specs))[:MAX_STEPS]
         self._thread = threading.Thread(target=self._run, name="mira-capture", daemon=True)
         self._thread.start()
+
+    @property
+    def is_native_ready(self) -> bool:
+        """Whether the native kernels can be taken up."""
+        return self._is_native_ready.is_set()
 
     @property
     def is_done(self) -> bool:
@@ -162,11 +174,24 @@ class StepCapture:
                 if not status.is_available:
                     self._notify("no-native-kernels", f"Steps run uncompiled: {status.reason}")
                     return
+            if self._is_split:
+                self.census = split_census(self._model)
+            self._is_native_ready.set()
             # Set, not defaulted: the library itself sets it to a temporary folder.
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(self._cache_dir / "inductor")
             missing = [spec for spec in self._wanted if not self._take(spec, is_new=False)]
             if missing and self._has_memory():
+                self._notify(
+                    "steps",
+                    "Steps are being compiled beside the chat, once; replies get faster then.",
+                )
                 self._compile(missing)
+                if self.num_compiled:
+                    self._notify(
+                        "steps",
+                        f"{self.num_compiled} steps were compiled in "
+                        f"{time.perf_counter() - started:.0f} s; the next reply uses them.",
+                    )
         except OSError as error:
             self._notify("uncompiled", f"Steps run uncompiled: {error}.")
         finally:
@@ -196,6 +221,7 @@ class StepCapture:
             "cache_dir": str(self._cache_dir),
             "is_native": specs[0].is_native,
             "dtypes": self._dtypes,
+            "census": self.census,
             "steps": steps,
         }
         job.write_text(json.dumps(document), encoding="utf-8")
@@ -277,7 +303,7 @@ class StepCapture:
     def _key(self, spec: StepSpec) -> str:
         parts = (
             spec.to_json(),
-            json.dumps(self._dtypes, sort_keys=True),
+            json.dumps([self._dtypes, self.census], sort_keys=True),
             (self._folder / "config.json").read_text(encoding="utf-8"),
             str(STEP_VERSION),
             torch.__version__,

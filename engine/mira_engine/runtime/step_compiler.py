@@ -17,6 +17,7 @@ import threading
 import traceback
 import warnings
 from pathlib import Path
+from typing import Any
 
 
 def _end_with_parent() -> None:
@@ -41,11 +42,11 @@ def main(argv: list[str] | None = None) -> int:
     if job["is_native"]:
         native.load(Path(job["cache_dir"]))
     for step in job["steps"]:
-        print(json.dumps(_compile(Path(job["folder"]), step, job["dtypes"])), flush=True)
+        print(json.dumps(_compile(job, step)), flush=True)
     return 0
 
 
-def _compile(folder: Path, step: dict[str, str], dtypes: dict[str, str]) -> dict[str, str]:
+def _compile(job: dict[str, Any], step: dict[str, str]) -> dict[str, str]:
     """Compiles one step to `step["path"]`. Returns what to tell the engine."""
     import torch
     import torch._inductor
@@ -55,7 +56,8 @@ def _compile(folder: Path, step: dict[str, str], dtypes: dict[str, str]) -> dict
 
     path = Path(step["path"])
     try:
-        traced = trace_step(folder, StepSpec.from_json(step["spec"]), dtypes)
+        spec = StepSpec.from_json(step["spec"])
+        traced = trace_step(Path(job["folder"]), spec, job["dtypes"], job["census"])
         with torch.no_grad():
             compiled = torch._inductor.standalone_compile(
                 traced.graph,
