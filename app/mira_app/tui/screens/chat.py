@@ -96,8 +96,8 @@ class ChatScreen(Screen[None]):
 
     async def action_stop(self) -> None:
         """Stops the reply; never touches what is being written."""
-        if self._controller.stop() and self._reply is not None:
-            self._reply.set_caption("stopping ...")
+        if self._controller.stop():
+            self._show_state()
 
     async def action_regenerate(self) -> None:
         """Asks for another reply to the last question."""
@@ -191,7 +191,9 @@ class ChatScreen(Screen[None]):
         self.refresh_bindings()
         prompt = controller.prompt_progress
         if self._reply is not None:
-            if prompt is not None and not controller.partial:
+            if controller.is_stopping:
+                self._reply.set_caption("stopping ...")
+            elif prompt is not None and not controller.partial:
                 self._reply.set_caption(f"reading the prompt: {prompt.done} of {prompt.total}")
             elif controller.partial:
                 self._reply.set_caption("")
