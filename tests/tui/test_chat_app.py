@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import os
 import signal
@@ -10,7 +11,7 @@ import sys
 
 import pytest
 from app_fakes import FakeCatalog, fake_engine_command
-from app_scenes import NOTICES, STATS, Scene, settle, state_text, until
+from app_scenes import NOTICES, STATS, WAIT_S, Scene, settle, state_text, until
 from fake_engine import PLAN
 from mira_app.controller import ChatController, Stage
 from mira_app.conversation import TurnStatus
@@ -159,8 +160,11 @@ async def test_quit_ends_engine(make_app):
         await pilot.press("enter")
         await until_chat(pilot)
         pid = app.controller._client.pid
+        has_exited, exit_app = asyncio.Event(), app.exit
+        app.exit = lambda: (exit_app(), has_exited.set())
         await pilot.press("ctrl+q")
-        await until(pilot, lambda: not app.is_running or app._exit)
+        async with asyncio.timeout(WAIT_S):  # `until` needs a screen, which goes with the app
+            await has_exited.wait()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 
