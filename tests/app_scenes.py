@@ -74,14 +74,20 @@ async def until(pilot, condition) -> None:
 
 
 async def settle(pilot) -> None:
-    """Lets the app run until nothing is left to handle, lay out or draw."""
+    """Lets the app run until nothing is left to handle, lay out or draw.
+
+    Without its polls meanwhile: on a slow machine the next one is due before all that
+    the last one set going is done.
+    """
     num_quiet = 0
+    pilot.app._poll_timer.pause()
     async with asyncio.timeout(WAIT_S):
         while num_quiet < 2:  # drawing posts messages of its own
             await pilot.pause()
             pumps = [pilot.app, *pilot.app.screen.walk_children(with_self=True)]
             is_quiet = not any(pump.message_queue_size for pump in pumps)
             num_quiet = num_quiet + 1 if is_quiet else 0
+    pilot.app._poll_timer.resume()
 
 
 def state_text(app: MiraApp) -> str:
@@ -96,6 +102,7 @@ class Scene:
         self.client = FakeEngineClient()
         self.controller = ChatController(self.client, FakeCatalog(is_ready=is_ready), Settings())
         self.app = MiraApp(self.controller)
+        self.app.NOTIFICATION_TIMEOUT = 2 * WAIT_S  # no toast goes while a test looks for it
 
     @property
     def replies(self) -> list[ReplyMessage]:
