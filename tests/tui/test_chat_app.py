@@ -25,6 +25,7 @@ from mira_app.tui.widgets.composer import Composer
 from mira_app.tui.widgets.live_panel import COLUMN_WIDTH
 from mira_app.tui.widgets.messages import InfoMessage, MessageList, ReplyMessage
 from mira_engine import api
+from textual.widgets._footer import FooterKey
 
 
 async def until_chat(pilot) -> None:
@@ -435,6 +436,22 @@ async def test_header_keeps_a_gap_before_the_state():
         await settle(pilot)
         state = scene.app.screen.query_one("#state")
         assert state.content_region.x - scene.app.screen.query_one("#model").region.right >= 2
+
+
+async def test_footer_is_built_anew_only_when_the_stage_changes():
+    scene = Scene()
+    async with scene.app.run_test(size=(80, 24)) as pilot:
+        await scene.streaming(pilot)
+        before = list(scene.app.screen.query(FooterKey))
+        assert before
+        for text in ("more", " and more"):
+            scene.client.deliver_text(text, STATS)
+            await scene.poll(pilot)
+        await settle(pilot)
+        assert list(scene.app.screen.query(FooterKey)) == before
+        scene.client.deliver_done("done", STATS)
+        await until(pilot, lambda: state_text(scene.app) == "ready")
+        await until(pilot, lambda: not {*before} & {*scene.app.screen.query(FooterKey)})
 
 
 async def test_identical_toasts_do_not_pile_up():
