@@ -54,6 +54,13 @@ class FakeCatalog:
         raise api.UnknownModelError(f"There is no model {model!r}.", hint="Try builtin.")
 
 
+class PatientEngineClient(EngineClient):
+    """Gives the engine so long to end that whoever waits for all of it runs out of time."""
+
+    def close(self, grace_s: float = 600.0) -> None:
+        super().close(grace_s)
+
+
 class FakeEngineClient:
     """Stands in for `EngineClient`; the test itself delivers the events."""
 
@@ -132,7 +139,7 @@ def main() -> None:
     marker, modes = Path(sys.argv[1]), [mode for mode in sys.argv[2].split(",") if mode]
     sys.argv = ["mira-chat", *sys.argv[3:]]
     cli.make_catalog = lambda: FakeCatalog(marker=marker)
-    cli.make_client = lambda: EngineClient(
+    cli.make_client = lambda: PatientEngineClient(
         fake_engine_command(f"marker={marker}", *modes), log_dir=marker.parent / "logs"
     )
     cli.main()

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 
 if TYPE_CHECKING:
@@ -27,6 +28,15 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+
+# An example may take as long as a busy machine makes it.
+hypothesis.settings.register_profile(
+    "any-speed",
+    hypothesis.settings.default,
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("any-speed")
 
 SaveTiny = Callable[..., Path]
 """`(family, *, seed=0, dtype=torch.float32, max_shard_size="1GB", tokenizer=False) -> Path`."""

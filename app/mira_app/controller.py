@@ -94,6 +94,7 @@ class ChatController:
         self.progress: PrepareProgress | None = None
         self.prompt_progress: PromptProgress | None = None
         self._call: EngineCall | None = None
+        self._stopped_call: EngineCall | None = None
         self._partial = ""
         self._polled_stage = Stage.IDLE
 
@@ -159,8 +160,14 @@ class ChatController:
         """Asks the engine to stop what it does; returns whether there was anything."""
         is_busy = self._call is not None and not self._call.is_done
         if is_busy and self._call is not None:
+            self._stopped_call = self._call
             self._client.cancel(self._call)
         return is_busy
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the engine was asked to stop what it still does."""
+        return self._call is not None and self._call is self._stopped_call
 
     def new_chat(self) -> None:
         """Begins an empty conversation.

@@ -72,7 +72,7 @@ def wait_for_layer(terminal: Terminal, at_least: int) -> None:
 
 def engine_of(terminal: Terminal) -> psutil.Process:
     """The engine process that the program has started."""
-    children = psutil.Process(terminal.pid).children(recursive=True)
+    children = psutil.Process(terminal.pid).children()
     (engine,) = [child for child in children if "mira_engine.worker" in child.cmdline()]
     return engine
 
@@ -87,7 +87,8 @@ def quit_program(terminal: Terminal) -> None:
     engine = engine_of(terminal)
     terminal.press("ctrl+q")
     assert terminal.wait_exit() == 0
-    assert not engine.is_running()
+    _, alive = psutil.wait_procs([engine], timeout=REPLY_TIMEOUT_S)
+    assert not alive
 
 
 def test_built_in_model_is_picked_prepared_asked_stopped_and_left(data_dir):
@@ -108,7 +109,10 @@ def test_built_in_model_is_picked_prepared_asked_stopped_and_left(data_dir):
         terminal.press("ctrl+n")
         terminal.wait_gone(STORY)
         ask_for_capital(terminal)
-        assert re.search(r"hit rate\s+\d+\.\d%", terminal.text)
+        terminal.wait_until(
+            lambda screen: re.search(r"hit rate\s+\d+\.\d%", screen) is not None,
+            what="the hit rate",
+        )
         quit_program(terminal)
 
 
@@ -122,9 +126,10 @@ def test_engine_killed_during_a_reply_comes_back_and_the_chat_goes_on(
         wait_for_chat(terminal, REPLY_TIMEOUT_S)
         ask_for_capital(terminal)
 
-        terminal.type(STORY + "\r")
-        wait_for_tokens(terminal, more_than=12)
         engine = engine_of(terminal)
+        terminal.type(STORY + "\r")
+        terminal.wait_for(STORY, "answering")
+        wait_for_tokens(terminal, more_than=12)
         engine.kill()
         terminal.wait_for("broken off", "The engine runs again", timeout_s=REPLY_TIMEOUT_S)
         assert engine_of(terminal).pid != engine.pid
@@ -132,6 +137,7 @@ def test_engine_killed_during_a_reply_comes_back_and_the_chat_goes_on(
 
         terminal.press("ctrl+n")
         terminal.wait_gone(STORY)
+        terminal.wait_gone("Paris")
         ask_for_capital(terminal)
         quit_program(terminal)
 
@@ -143,8 +149,10 @@ def test_engine_killed_during_preparation_goes_on_from_the_finished_layers(
     with open_program() as terminal:
         terminal.wait_for("Pick a model", "not prepared yet")
         terminal.press("enter")
+        wait_for_layer(terminal, at_least=1)
+        engine = engine_of(terminal)
         wait_for_layer(terminal, at_least=4)
-        engine_of(terminal).kill()
+        engine.kill()
         terminal.wait_for("killed by SIGKILL", timeout_s=REPLY_TIMEOUT_S)
         finished = layer_files(data_dir)
         assert finished

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from programs import begun
 
 PROGRAM = [sys.executable, "-m", "mira_app.cli"]
 TIMEOUT_S = 120
@@ -102,17 +103,17 @@ def test_unknown_model_exits_1_and_names_it(data_dir):
 
 
 def test_interrupt_keeps_what_was_said_and_exits_130(model):
-    command = [*PROGRAM, "run", "--model", str(model), "--max-tokens", "400", "--plain", "hello"]
-    child = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+    # A link so slow that the reply takes half a minute, or it might end before the interrupt.
+    slow = ("--budget", "50%", "-k", "0", "--no-prefetch", "--link-latency", "50")
+    options = ("--model", str(model), "--max-tokens", "400", "--plain", *slow)
+    with begun(
+        [*PROGRAM, "run", *options, "hello"],
         env=os.environ | {"PYTHONUNBUFFERED": "1"},
         bufsize=0,  # communicate() would lose what a buffer has read ahead
-    )
-    first = child.stdout.read(1)
-    child.send_signal(signal.SIGINT)
-    rest, errors = child.communicate(timeout=TIMEOUT_S)
+    ) as child:
+        first = child.stdout.read(1)
+        child.send_signal(signal.SIGINT)
+        rest, errors = child.communicate(timeout=TIMEOUT_S)
     assert child.returncode == 130, errors.decode()
     assert (first + rest).decode().strip()
     assert b"Traceback" not in errors

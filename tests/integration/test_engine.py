@@ -46,6 +46,7 @@ from mira_engine.events import (
     TokenDelta,
 )
 from mira_engine.library import ModelHome, ModelLibrary
+from mira_engine.policy.residency import SlotState
 from mira_engine.prepare import preflight, prepare
 from mira_engine.runtime.telemetry import MemoryProbe
 from mira_engine.types import ComputeDtype, FinishReason, Phase, Plane, Precision
@@ -59,6 +60,9 @@ CONFIG = EngineConfig(
     context_length=128,
     num_threads=1,
 )
+
+EXIT_TIMEOUT_S = 120
+"""Only a failure takes so long."""
 
 
 @pytest.fixture(scope="module")
@@ -268,6 +272,13 @@ def test_emulated_link_is_announced_and_slows(load: Callable[..., Engine]) -> No
     assert stats.stall_s >= 0.002
 
 
+def _await_reads(engine: Engine) -> None:
+    """Takes what is still under way when a reply has ended."""
+    residency = engine.executor.residency
+    while any(residency.state(s) is SlotState.LOADING for s in range(engine.plan.num_slots)):
+        engine.executor.collect(engine.transfer.wait_any(1.0))
+
+
 def test_damaged_store_file_is_named(
     home: ModelHome, tmp_path: Path, load: Callable[..., Engine]
 ) -> None:
@@ -278,6 +289,7 @@ def test_damaged_store_file_is_named(
     try:
         with pytest.raises(StoreError, match=path.name):
             list(engine.stream("r", CHAT, SamplingConfig(max_new_tokens=4)))
+        _await_reads(engine)  # one that begins before the file is back fails too
     finally:
         path.write_bytes(content)
     assert _text(engine, SamplingConfig(max_new_tokens=4)), "the engine goes on once it is back"
@@ -361,6 +373,16 @@ def test_seed_out_of_range_is_refused(seed: int) -> None:
         SamplingConfig(seed=seed)
 
 
+SLOW = replace(
+    CONFIG,
+    budget=MemoryAmount(share=0.4),
+    num_draft_tokens=0,
+    is_prefetch_enabled=False,
+    link=LinkConfig(latency_s=0.05),
+)
+"""A link so slow that a reply is still under way when it is cancelled, on any machine."""
+
+
 class WorkerProcess:
     """The engine process, driven by hand."""
 
@@ -408,10 +430,10 @@ def worker(home: ModelHome) -> Iterator[WorkerProcess]:
     made.close()
 
 
-def _ask(model: ModelHome) -> tuple[Request, ...]:
+def _ask(model: ModelHome, config: EngineConfig = CONFIG) -> tuple[Request, ...]:
     return (
         PrepareModel(request_id="p", model=model.name),
-        LoadModel(request_id="l", model=model.name, config=CONFIG),
+        LoadModel(request_id="l", model=model.name, config=config),
     )
 
 
@@ -419,7 +441,7 @@ def test_worker_prepares_loads_answers_cancels_and_ends(
     worker: WorkerProcess, home: ModelHome
 ) -> None:
     assert isinstance(worker.wait_for(EngineReady), EngineReady)
-    for request, kind in zip(_ask(home), (PrepareDone, ModelLoaded), strict=True):
+    for request, kind in zip(_ask(home, SLOW), (PrepareDone, ModelLoaded), strict=True):
         worker.send(request)
         worker.wait_for(kind)
     endless = SamplingConfig(temperature=1.5, seed=1)
@@ -431,10 +453,10 @@ def test_worker_prepares_loads_answers_cancels_and_ends(
     second = worker.wait_for(GenerationDone)
     assert isinstance(first, GenerationDone)
     assert isinstance(second, GenerationDone)
-    assert first.reason in (FinishReason.CANCELLED, FinishReason.STOP)
+    assert first.reason is FinishReason.CANCELLED
     assert second.request_id == "b"
     worker.send(Shutdown())
-    assert worker.process.wait(timeout=30) == 0
+    assert worker.process.wait(timeout=EXIT_TIMEOUT_S) == 0
 
 
 def test_worker_reports_errors_and_goes_on(worker: WorkerProcess, home: ModelHome) -> None:
@@ -462,7 +484,7 @@ def test_worker_ends_when_its_input_ends(worker: WorkerProcess, home: ModelHome)
     assert worker.process.stdin is not None
     worker.process.stdin.close()
     worker.wait_for(GenerationDone)
-    assert worker.process.wait(timeout=30) == 0
+    assert worker.process.wait(timeout=EXIT_TIMEOUT_S) == 0
 
 
 def test_worker_killed_in_a_reply_leaves_a_model_that_loads(
@@ -474,7 +496,7 @@ def test_worker_killed_in_a_reply_leaves_a_model_that_loads(
     worker.send(Generate(request_id="a", messages=CHAT))
     worker.wait_for(TokenDelta)
     worker.process.send_signal(signal.SIGKILL)
-    worker.process.wait(timeout=30)
+    worker.process.wait(timeout=EXIT_TIMEOUT_S)
     again = WorkerProcess(home.root.parent.parent)
     try:
         again.wait_for(EngineReady)

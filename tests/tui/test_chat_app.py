@@ -11,7 +11,7 @@ import sys
 
 import pytest
 from app_fakes import FakeCatalog, fake_engine_command
-from app_scenes import NOTICES, STATS, Scene
+from app_scenes import NOTICES, STATS, WAIT_S, Scene, settle, state_text, until
 from fake_engine import PLAN
 from mira_app.controller import ChatController, Stage
 from mira_app.conversation import TurnStatus
@@ -25,14 +25,7 @@ from mira_app.tui.widgets.composer import Composer
 from mira_app.tui.widgets.live_panel import COLUMN_WIDTH
 from mira_app.tui.widgets.messages import InfoMessage, MessageList, ReplyMessage
 from mira_engine import api
-from textual.widgets import Markdown
-
-
-async def until(pilot, condition) -> None:
-    """Lets the app run until the condition holds."""
-    async with asyncio.timeout(20):
-        while not condition():
-            await pilot.pause(0.02)
+from textual.widgets._footer import FooterKey
 
 
 async def until_chat(pilot) -> None:
@@ -56,7 +49,11 @@ def make_app(tmp_path):
 
 
 def reply_texts(app: MiraApp) -> list[str]:
-    return [reply.query_one(Markdown).source for reply in app.chat_screen.query(ReplyMessage)]
+    return [text.source for text in app.chat_screen.query("ReplyMessage Markdown")]
+
+
+def info_texts(app: MiraApp) -> list[str]:
+    return [str(info.content) for info in app.chat_screen.query(InfoMessage)]
 
 
 async def ask(pilot, text: str) -> None:
@@ -76,14 +73,16 @@ async def test_pick_prepare_chat_stop_and_go_on(make_app):
         await until(pilot, lambda: "hot" in controller.partial)
         app.screen.query_one(Composer).insert("a draft")
         await pilot.press("escape")
-        await until(pilot, lambda: controller.stage is Stage.READY)
+        await until(pilot, lambda: app.screen.query_one(ReplyMessage).has_class("-stopped"))
+        await until(pilot, lambda: state_text(app) == "ready")
+        assert controller.stage is Stage.READY
         head = controller.conversation.head
         assert head.status is TurnStatus.STOPPED
         assert head.content.startswith("A cache keeps **hot**")
         assert reply_texts(app) == [head.content]
-        assert app.screen.query_one(ReplyMessage).has_class("-stopped")
         assert app.screen.query_one(Composer).text == "a draft"
         await pilot.press("enter")
+        await until(pilot, lambda: controller.stage is Stage.REPLYING)
         await until(pilot, lambda: len(controller.partial) > 20)
         await pilot.press("escape")
         await until(pilot, lambda: controller.stage is Stage.READY)
@@ -99,7 +98,7 @@ async def test_engine_killed_mid_reply_is_restarted_and_partial_kept(make_app, t
         await pilot.press("enter")
         await until_chat(pilot)
         await ask(pilot, "first")
-        await until(pilot, lambda: len(app.screen.query(InfoMessage)) == 2)
+        await until(pilot, lambda: len(info_texts(app)) == 2)
         controller = app.controller
         assert controller.conversation.head.status is TurnStatus.ERROR
         assert controller.conversation.head.content == "A cache keeps **hot** "
@@ -114,10 +113,15 @@ async def test_engine_killed_while_idle_is_restarted(make_app):
     app = make_app(is_ready=True)
     async with app.run_test(size=(100, 30)) as pilot:
         await pilot.press("enter")
-        await until(pilot, lambda: app.controller.stage is Stage.READY)
-        os.kill(app.controller._client.pid, signal.SIGKILL)
-        await until(pilot, lambda: app.controller.stage is Stage.RECOVERING)
-        await until(pilot, lambda: app.controller.stage is Stage.READY)
+        await until_chat(pilot)
+        pid = app.controller._client.pid
+        os.kill(pid, signal.SIGKILL)
+        await until(pilot, lambda: len(info_texts(app)) == 2)
+        lost, again = info_texts(app)
+        assert "SIGKILL" in lost
+        assert again == "The engine runs again; the model is loaded."
+        assert app.controller.stage is Stage.READY
+        assert app.controller._client.pid != pid
 
 
 async def test_model_named_on_command_line_is_loaded_at_once(make_app):
@@ -157,8 +161,11 @@ async def test_quit_ends_engine(make_app):
         await pilot.press("enter")
         await until_chat(pilot)
         pid = app.controller._client.pid
+        has_exited, exit_app = asyncio.Event(), app.exit
+        app.exit = lambda: (exit_app(), has_exited.set())
         await pilot.press("ctrl+q")
-        await until(pilot, lambda: not app.is_running or app._exit)
+        async with asyncio.timeout(WAIT_S):  # `until` needs a screen, which goes with the app
+            await has_exited.wait()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 
@@ -171,8 +178,14 @@ async def test_enter_while_answering_keeps_the_text():
     async with scene.app.run_test(size=(80, 24)) as pilot:
         await scene.streaming(pilot)
         await ask(pilot, "too early")
+        await until(pilot, lambda: len(scene.app._notifications) == 1)
         assert scene.app.screen.query_one(Composer).text == "too early"
-        assert len(scene.app.screen.query(ReplyMessage)) == 2
+        assert len(scene.replies) == 2
+
+
+def caption_text(scene: Scene) -> str:
+    captions = list(scene.app.chat_screen.query("ReplyMessage .caption"))
+    return str(captions[-1].content) if captions else ""
 
 
 async def test_reply_that_is_over_at_once_is_shown_whole():
@@ -188,12 +201,40 @@ async def test_reply_that_is_over_at_once_is_shown_whole():
             return call
 
         scene.client.submit = submit_and_answer
-        await scene.asking(pilot, "q")
-        await scene.poll(pilot)
-        await until(pilot, lambda: scene.controller.stage is Stage.READY)
-        await scene.poll(pilot)
+        await ask(pilot, "q")
+        await scene.requested(pilot, 2)
+        await until(pilot, lambda: "96 tokens" in caption_text(scene))
+        assert scene.controller.stage is Stage.READY
         assert reply_texts(scene.app) == ["short"]
-        assert "96 tokens" in str(scene.app.screen.query_one(".caption").content)
+
+
+async def test_stopping_is_shown_until_the_engine_has_stopped():
+    scene = Scene()
+    async with scene.app.run_test(size=(80, 24)) as pilot:
+        await scene.streaming(pilot)
+        await pilot.press("escape")
+        await until(pilot, lambda: scene.client.cancelled == [scene.client.calls[-1]])
+        for _ in range(2):
+            await scene.poll(pilot)
+        assert caption_text(scene) == "stopping ..."
+        scene.client.deliver_done("An *expert*", STATS, api.FinishReason.CANCELLED)
+        await until(pilot, lambda: scene.replies[-1].has_class("-stopped"))
+        assert caption_text(scene).startswith("stopped · ")
+
+
+async def test_stopping_is_shown_in_the_menu_until_the_engine_has_stopped():
+    scene = Scene(is_ready=False)
+    async with scene.app.run_test(size=(80, 24)) as pilot:
+        await scene.preparing(pilot)
+        await pilot.press("escape")
+        await until(pilot, lambda: scene.client.cancelled == [scene.client.calls[-1]])
+        for _ in range(2):
+            await scene.poll(pilot)
+        menu = scene.app.models_screen
+        assert str(menu.step.content) == "stopping ..."
+        scene.client.calls[-1].fail(api.CancelledError("Preparation was stopped."))
+        await until(pilot, lambda: menu.note.display)
+        assert not menu.work.display
 
 
 async def test_ctrl_j_begins_new_line_and_enter_sends_both():
@@ -201,7 +242,7 @@ async def test_ctrl_j_begins_new_line_and_enter_sends_both():
     async with scene.app.run_test(size=(80, 24)) as pilot:
         await scene.chatting(pilot)
         await pilot.press("a", "ctrl+j", "b", "enter")
-        await pilot.pause()
+        await scene.requested(pilot, 2)
         assert scene.client.requests[-1].messages[-1].content == "a\nb"
 
 
@@ -209,8 +250,11 @@ async def test_enter_on_blank_text_sends_nothing():
     scene = Scene()
     async with scene.app.run_test(size=(80, 24)) as pilot:
         await scene.chatting(pilot)
-        await pilot.press("space", "enter")
-        assert isinstance(scene.client.requests[-1], api.LoadModel)
+        await pilot.press("space", "enter", "a", "enter")
+        await scene.requested(pilot, 2)
+        loading, asking = scene.client.requests
+        assert isinstance(loading, api.LoadModel)
+        assert [message.content for message in asking.messages] == ["a"]
 
 
 async def test_escape_sequences_of_model_never_reach_the_screen():
@@ -221,10 +265,10 @@ async def test_escape_sequences_of_model_never_reach_the_screen():
         for piece in ("red \x1b", "[31mhot\x1b]0;ti", "tle\x07 end\u202e"):
             scene.client.deliver_text(piece)
             await scene.poll(pilot)
-        await pilot.pause()
+        await until(pilot, lambda: reply_texts(scene.app)[0].endswith("end"))
         assert reply_texts(scene.app) == ["red hot end"]
         scene.client.deliver_done("red \x1b[31mhot\u202e", STATS)
-        await scene.poll(pilot)
+        await until(pilot, lambda: state_text(scene.app) == "ready")
         assert reply_texts(scene.app) == ["red hot"]
         assert "\x1b" in scene.controller.conversation.head.content
 
@@ -234,31 +278,33 @@ async def test_follows_tail_until_scrolled_up():
     async with scene.app.run_test(size=(80, 24)) as pilot:
         await scene.streaming(pilot)
         messages = scene.app.screen.query_one(MessageList)
-        await pilot.pause()
-        assert messages.scroll_offset.y == messages.max_scroll_y
+        assert messages.scroll_offset.y == messages.max_scroll_y > 0
         messages.scroll_home(animate=False)
-        await pilot.pause()
+        await until(pilot, lambda: messages.scroll_offset.y == 0)
+        before = messages.max_scroll_y
         scene.client.deliver_text("\n\nmore\n\nand more")
-        await scene.poll(pilot)
-        await pilot.pause()
-        assert messages.scroll_offset.y < messages.max_scroll_y
+        await until(pilot, lambda: messages.max_scroll_y > before)
+        await settle(pilot)
+        assert messages.scroll_offset.y == 0
 
 
 async def test_new_chat_clears_and_again_adds_sibling():
     scene = Scene()
     async with scene.app.run_test(size=(80, 24)) as pilot:
         await scene.answered(pilot)
+        num_requests = len(scene.client.requests)
         await pilot.press("ctrl+r")
+        await scene.requested(pilot, num_requests + 1)
         scene.client.deliver_done("another", STATS)
-        await scene.poll(pilot)
+        await until(pilot, lambda: reply_texts(scene.app)[-1] == "another")
+        await until(pilot, lambda: state_text(scene.app) == "ready")
         head = scene.controller.conversation.head
         assert [t.content for t in scene.controller.conversation.siblings(head.turn_id)][1:] == [
             "another"
         ]
         await pilot.press("ctrl+n")
-        await pilot.pause()
+        await until(pilot, lambda: scene.replies == [])
         assert scene.controller.conversation.turns == ()
-        assert len(scene.app.screen.query(ReplyMessage)) == 0
 
 
 async def test_models_and_back_keeps_chat():
@@ -266,12 +312,10 @@ async def test_models_and_back_keeps_chat():
     async with scene.app.run_test(size=(80, 24)) as pilot:
         await scene.answered(pilot)
         await pilot.press("ctrl+o")
-        await pilot.pause()
-        assert isinstance(scene.app.screen, ModelsScreen)
+        await scene.menu(pilot)
         await pilot.press("enter")
-        await pilot.pause()
-        assert isinstance(scene.app.screen, ChatScreen)
-        assert len(scene.app.screen.query(ReplyMessage)) == 1
+        await until(pilot, lambda: isinstance(scene.app.screen, ChatScreen))
+        assert len(scene.replies) == 1
         assert len([r for r in scene.client.requests if isinstance(r, api.LoadModel)]) == 1
 
 
@@ -299,7 +343,8 @@ async def test_rows_of_the_panel_never_wrap_with_or_without_scrollbar(size):
         assert panel.content_size.width >= COLUMN_WIDTH
         for step in ((60, 15), size):
             await pilot.resize_terminal(*step)
-            await pilot.pause()
+            await until(pilot, lambda step=step: scene.app.screen.size == step)
+            await settle(pilot)
         side = scene.app.screen.query_one("#side")
         assert side.show_vertical_scrollbar == (side.size.height < panel.size.height)
         assert panel.content_size.width >= COLUMN_WIDTH
@@ -308,14 +353,15 @@ async def test_rows_of_the_panel_never_wrap_with_or_without_scrollbar(size):
 async def test_chat_opens_when_help_over_the_menu_is_closed():
     scene = Scene()
     async with scene.app.run_test(size=(80, 24)) as pilot:
-        await pilot.pause()
-        await pilot.press("enter", "f1")
+        await scene.picking(pilot)
+        await pilot.press("f1")
+        await until(pilot, lambda: isinstance(scene.app.screen, HelpScreen))
         scene.client.deliver_loaded(PLAN)
+        await until(pilot, lambda: scene.controller.stage is Stage.READY)
         await scene.poll(pilot)
         assert isinstance(scene.app.screen, HelpScreen)
         await pilot.press("escape")
-        await scene.poll(pilot)
-        assert isinstance(scene.app.screen, ChatScreen)
+        await until(pilot, lambda: isinstance(scene.app.screen, ChatScreen))
 
 
 async def test_reply_that_ends_while_the_menu_is_open_leaves_the_menu_open():
@@ -323,9 +369,9 @@ async def test_reply_that_ends_while_the_menu_is_open_leaves_the_menu_open():
     async with scene.app.run_test(size=(80, 24)) as pilot:
         await scene.streaming(pilot)
         await pilot.press("ctrl+o")
-        await pilot.pause()
+        await scene.menu(pilot)
         scene.client.deliver_done("done", STATS)
-        await scene.poll(pilot)
+        await until(pilot, lambda: state_text(scene.app) == "ready")
         await scene.poll(pilot)
         assert isinstance(scene.app.screen, ModelsScreen)
 
@@ -333,8 +379,10 @@ async def test_reply_that_ends_while_the_menu_is_open_leaves_the_menu_open():
 async def test_menu_follows_what_another_app_prepares_and_keeps_the_marked_line():
     scene = Scene(is_ready=False)
     async with scene.app.run_test(size=(80, 24)) as pilot:
-        await pilot.press("down")
+        await scene.menu(pilot)
         menu = scene.app.screen
+        await pilot.press("down")
+        await until(pilot, lambda: menu.model_list.highlighted == 1)
         unchanged = menu.model_list.get_option_at_index(0)
         menu.reread()
         assert menu.model_list.get_option_at_index(0) is unchanged
@@ -359,7 +407,7 @@ def menu_text(menu: ModelsScreen) -> str:
 async def test_footer_of_the_menu_tells_what_enter_does():
     scene = Scene()
     async with scene.app.run_test(size=(80, 24)) as pilot:
-        await pilot.pause()
+        await scene.menu(pilot)
         shown = [
             b.binding.description
             for b in scene.app.screen.active_bindings.values()
@@ -372,7 +420,6 @@ async def test_progress_bar_is_visible_in_a_small_terminal():
     scene = Scene(is_ready=False)
     async with scene.app.run_test(size=(60, 15)) as pilot:
         await scene.preparing(pilot)
-        await pilot.pause()
         menu = scene.app.screen
         assert menu.bar.region.height == 1
         assert menu.bar.region.bottom <= 14
@@ -386,18 +433,38 @@ async def test_header_keeps_a_gap_before_the_state():
         await scene.answered(pilot)
         scene.controller.loaded = dataclasses.replace(scene.controller.loaded, title="long " * 20)
         scene.app.screen._show_state()
-        await pilot.pause()
+        await settle(pilot)
         state = scene.app.screen.query_one("#state")
         assert state.content_region.x - scene.app.screen.query_one("#model").region.right >= 2
+
+
+async def test_footer_is_built_anew_only_when_the_stage_changes():
+    scene = Scene()
+    async with scene.app.run_test(size=(80, 24)) as pilot:
+        await scene.streaming(pilot)
+        before = list(scene.app.screen.query(FooterKey))
+        assert before
+        for text in ("more", " and more"):
+            scene.client.deliver_text(text, STATS)
+            await scene.poll(pilot)
+        await settle(pilot)
+        assert list(scene.app.screen.query(FooterKey)) == before
+        scene.client.deliver_done("done", STATS)
+        await until(pilot, lambda: state_text(scene.app) == "ready")
+        await until(pilot, lambda: not {*before} & {*scene.app.screen.query(FooterKey)})
 
 
 async def test_identical_toasts_do_not_pile_up():
     scene = Scene()
     async with scene.app.run_test(size=(80, 24)) as pilot:
         await scene.streaming(pilot)
+        shown = []
+        notify = scene.app.notify
+        scene.app.notify = lambda text, **options: (shown.append(text), notify(text, **options))
         await ask(pilot, "too early")
         await pilot.press("enter", "enter")
-        await pilot.pause()
+        await until(pilot, lambda: len(shown) == 3)
+        await settle(pilot)
         assert len(scene.app._notifications) == 1
 
 
@@ -407,10 +474,8 @@ async def test_empty_reply_is_explained():
         await scene.chatting(pilot)
         await scene.asking(pilot, "q")
         scene.client.deliver_done("", api.ReplyStats(num_new_tokens=1))
-        await scene.poll(pilot)
-        await pilot.pause()
-        caption = str(scene.app.screen.query_one(".caption").content)
-        assert caption == "the model ended the reply at once · 1 token"
+        await until(pilot, lambda: state_text(scene.app) == "ready")
+        assert caption_text(scene) == "the model ended the reply at once · 1 token"
 
 
 def test_importing_app_loads_no_torch():

@@ -13,9 +13,4 @@ SCENES = ["preparing", "streaming", "stopped", "broken", "help"]
 @pytest.mark.parametrize("name", SCENES)
 def test_screen_looks_as_before(snap_compare, name, size):
     scene = Scene(is_ready=name != "preparing")
-
-    async def before(pilot):
-        await getattr(scene, name)(pilot)
-        await pilot.pause()
-
-    assert snap_compare(scene.app, terminal_size=size, run_before=before)
+    assert snap_compare(scene.app, terminal_size=size, run_before=getattr(scene, name))

@@ -15,6 +15,8 @@ from mira_app.engine_client import EngineClient
 from mira_engine import api
 
 FAKE = Path(__file__).parents[1] / "fake_engine.py"
+WAIT_S = 60
+"""Only a failure takes so long."""
 
 
 @pytest.fixture
@@ -174,7 +176,7 @@ def test_close_while_replying_ends_process_and_call(make_client):
 def test_close_kills_engine_that_does_not_answer(make_client):
     client = make_client("hang")
     call = load(client)
-    client._process._is_ready.wait(10)
+    assert client._process._is_ready.wait(WAIT_S)
     client.close(grace_s=0.1)
     with pytest.raises(api.EngineProcessError, match="shut down"):
         list(call)
@@ -184,7 +186,7 @@ def test_engine_killed_from_outside_while_idle_is_noticed(make_client):
     client = make_client()
     list(load(client))
     os.kill(client.pid, signal.SIGTERM)
-    assert client._process._has_ended.wait(10)
+    assert client._process._has_ended.wait(WAIT_S)
     assert "SIGTERM" in client.lost.message
 
 
@@ -251,7 +253,7 @@ def test_notices_can_be_read_while_they_change(make_client):
         reader.start()
         reader.join(timeout=0.2)
         assert reader.is_alive()
-    reader.join(timeout=10)
+    reader.join(timeout=WAIT_S)
     assert not reader.is_alive()
 
 

@@ -66,7 +66,7 @@ class MiraApp(App[None]):
         await self.push_screen(self.models_screen)
         if self.controller.settings.is_model_given:
             self._choose(self.controller.settings.model)
-        self.set_interval(POLL_INTERVAL_S, self._poll)
+        self._poll_timer = self.set_interval(POLL_INTERVAL_S, self._poll)
 
     async def _poll(self) -> None:
         if not self.is_running:

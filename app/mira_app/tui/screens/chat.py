@@ -51,6 +51,7 @@ class ChatScreen(Screen[None]):
         self._controller = controller
         self._reply: ReplyMessage | None = None
         self._was_recovering = False
+        self._footer_stage: Stage | None = None
         # A reply may be over before the widget that shows it is mounted: one at a time.
         self._drawing = asyncio.Lock()
 
@@ -74,6 +75,7 @@ class ChatScreen(Screen[None]):
 
     def on_screen_resume(self) -> None:
         """Puts the cursor where one writes."""
+        self._footer_stage = None  # it may not follow while another screen is shown
         self._show_state()
         self.composer.focus()
 
@@ -96,8 +98,8 @@ class ChatScreen(Screen[None]):
 
     async def action_stop(self) -> None:
         """Stops the reply; never touches what is being written."""
-        if self._controller.stop() and self._reply is not None:
-            self._reply.set_caption("stopping ...")
+        if self._controller.stop():
+            self._show_state()
 
     async def action_regenerate(self) -> None:
         """Asks for another reply to the last question."""
@@ -188,10 +190,15 @@ class ChatScreen(Screen[None]):
         )
         words = {Stage.REPLYING: "answering", Stage.RECOVERING: "restarting the engine"}
         self.state_line.update(words.get(stage, stage.value))
-        self.refresh_bindings()
+        if stage is not self._footer_stage:
+            # Only then: it builds the footer anew, which is empty for a moment.
+            self._footer_stage = stage
+            self.refresh_bindings()
         prompt = controller.prompt_progress
         if self._reply is not None:
-            if prompt is not None and not controller.partial:
+            if controller.is_stopping:
+                self._reply.set_caption("stopping ...")
+            elif prompt is not None and not controller.partial:
                 self._reply.set_caption(f"reading the prompt: {prompt.done} of {prompt.total}")
             elif controller.partial:
                 self._reply.set_caption("")

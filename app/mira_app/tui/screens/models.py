@@ -133,7 +133,7 @@ class ModelsScreen(Screen[None]):
     def action_stop(self) -> None:
         """Stops a preparation; what it finished is kept."""
         if self._controller.stop():
-            self.step.update("stopping ...")
+            self._show_work(self._controller.stage)
 
     def action_chat(self) -> None:
         """Goes back."""
@@ -178,7 +178,9 @@ class ModelsScreen(Screen[None]):
     def _show_work(self, stage: Stage) -> None:
         entry, progress = self._controller.entry, self._controller.progress
         title = entry.title if entry is not None else ""
-        if stage is Stage.LOADING:
+        if self._controller.is_stopping:
+            self.step.update("stopping ...")
+        elif stage is Stage.LOADING:
             self.step.update(Content(f"Loading {title} ..."))
             self.bar.update(total=None)
         elif progress is None:

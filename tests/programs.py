@@ -1,0 +1,29 @@
+"""Programs that a test starts, talks to and interrupts."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+from collections.abc import Iterator, Sequence
+
+
+@contextlib.contextmanager
+def begun(command: Sequence[str], **options: object) -> Iterator[subprocess.Popen]:
+    """A program under way, its streams piped; killed where the test fails.
+
+    An interrupt reaches it also where the tests run in the background of a shell, which
+    has them ignore interrupts, and children inherit that.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()  # does nothing to one that has ended
