@@ -341,6 +341,7 @@ def _register_fakes() -> None:
         ),
         "draft_experts": lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format),
         "attend": attend,
+        "attend_cached_": lambda query, _k, _v, keys, values, *_: attend(query, keys, values),
     }
     for name, fake in fakes.items():
         torch.library.register_fake(f"mira::{name}", fake)

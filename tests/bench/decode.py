@@ -10,11 +10,16 @@ prompts, greedy, medians over rounds, ratios. The first token is left out of TPO
 is split into waiting for records (stall), drafting, target passes without their stalls,
 and the rest (sampling, acceptance, bookkeeping).
 
+The link is the machine's disk, or held to a rate: `--link-rate` in MB/s, or
+`--link-ratio R`, at which moving all experts of a token takes R times as long as decoding
+one with all experts resident (measured first; R is 2 to 4 for a small model on PCIe 4,
+about 10 for Phi-3.5-MoE). The engine runs compiled steps unless `--compile off`.
+
 Left out: prefill, detokenising, the process boundary. With K = 0 the engine has no
 draft to prefetch from, so `k0` and `lru` are the same policy today; the two rows then
 show the noise of the machine.
 
-Run: python tests/bench/decode.py [--rounds 5] [--tokens 64] [--budget 75%]
+Run: python tests/bench/decode.py [--rounds 5] [--tokens 64] [--budget 75%] [--link-ratio R]
 The last line printed is one JSON document.
 """
 
@@ -29,13 +34,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from mira_app.paths import data_dir
+from mira_app.paths import cache_dir, data_dir
+from mira_engine.checkpoint.store import ExpertStore
 from mira_engine.config import EngineConfig, LinkConfig, MemoryAmount, SamplingConfig
 from mira_engine.engine import Engine
 from mira_engine.events import ChatMessage, ReplyStats
 from mira_engine.library import ModelHome, ModelLibrary
 from mira_engine.prepare import prepare
-from mira_engine.types import Precision
+from mira_engine.types import CompileMode, Precision
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
@@ -113,6 +119,24 @@ def run_transformers(model: PreTrainedModel, row: Row, prompt: list[int], num_to
     row.tpot_ms.append(1e3 * (last - first) / (len(clock.times) - 2))
 
 
+def resident_decode_ms(engine: Engine) -> float:
+    """Returns milliseconds a token with every expert resident; closes the engine."""
+    row = Row("resident")
+    prompt = _prompt_tokens(engine, PROMPTS[0])
+    for _ in range(3):
+        run_engine(engine, row, prompt, 48)
+    engine.close()
+    return min(row.tpot_ms)
+
+
+def expert_bytes_of_token(home: ModelHome, precision: Precision) -> int:
+    """Bytes of all experts that one token uses, whole."""
+    store = ExpertStore.open(home.store_dir(precision))
+    record_bytes = sum(store.format.record_bytes(plane) for plane in store.format.planes)
+    config = json.loads((home.checkpoint_dir / "config.json").read_text())
+    return store.manifest.num_layers * config["num_experts_per_tok"] * record_bytes
+
+
 def load_offloaded(home: ModelHome, folder: Path) -> PreTrainedModel:
     """Loads the checkpoint with every fourth layer on the disk, the rest in memory."""
     num_layers = json.loads((home.checkpoint_dir / "config.json").read_text())["num_hidden_layers"]
@@ -158,7 +182,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--budget", default="75%")
     parser.add_argument("--precision", default="nested")
-    parser.add_argument("--link-rate", type=float, help="emulated link, MB/s")
+    link = parser.add_mutually_exclusive_group()
+    link.add_argument("--link-rate", type=float, help="emulated link, MB/s")
+    link.add_argument("--link-ratio", type=float, help="emulated link, by its ratio to decoding")
+    parser.add_argument("--compile", type=CompileMode, default=CompileMode.WAIT)
+    parser.add_argument("--cache-dir", type=Path, default=None)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--data-dir", type=Path, default=None)
     arguments = parser.parse_args()
@@ -168,24 +196,35 @@ def main() -> None:
     prepare(home, precision, on_progress=lambda *_: None, is_cancelled=lambda: False)
     rate = arguments.link_rate * 1e6 if arguments.link_rate else None
 
-    def load(num_draft_tokens: int, *, is_prefetch_enabled: bool) -> Engine:
+    def load(
+        num_draft_tokens: int,
+        *,
+        is_prefetch_enabled: bool = True,
+        budget: MemoryAmount | None = None,
+        bytes_per_s: float | None = None,
+    ) -> Engine:
         config = EngineConfig(
             precision=precision,
-            budget=MemoryAmount.parse(arguments.budget),
+            budget=budget or MemoryAmount.parse(arguments.budget),
             num_draft_tokens=num_draft_tokens,
             is_prefetch_enabled=is_prefetch_enabled,
-            link=LinkConfig(bytes_per_s=rate),
+            link=LinkConfig(bytes_per_s=bytes_per_s or rate),
             num_threads=arguments.threads,
+            compile_mode=arguments.compile,
         )
-        engine = Engine.load(home, config)
+        engine = Engine.load(home, config, cache_dir=arguments.cache_dir or cache_dir())
         engine._end_ids = frozenset()  # every reply has the same number of tokens
         return engine
 
+    resident_ms = resident_decode_ms(load(0, budget=MemoryAmount(share=2.0)))
+    if arguments.link_ratio:
+        token_bytes = expert_bytes_of_token(home, precision)
+        rate = token_bytes / (1e-3 * resident_ms * arguments.link_ratio)
     engines = {
         "lru": load(0, is_prefetch_enabled=False),
-        "k0": load(0, is_prefetch_enabled=True),
+        "k0": load(0),
         "k4-ondemand": load(4, is_prefetch_enabled=False),
-        "k4": load(4, is_prefetch_enabled=True),
+        "k4": load(4),
     }
     offloaded = load_offloaded(home, root / "bench-offload")
     rows = {name: Row(name) for name in (*engines, "transformers")}
@@ -202,7 +241,8 @@ def main() -> None:
         f"budget {arguments.budget} = {plan.budget_bytes / 2**20:.0f} MiB, {precision}, "
         f"{arguments.tokens} tokens, {arguments.rounds} rounds, "
         f"{torch.get_num_threads()} threads; ms per token, medians"
-        + (f"; link emulated at {arguments.link_rate:g} MB/s" if rate else "")
+        f"; all resident {resident_ms:.1f}"
+        + (f"; link emulated at {rate / 1e6:.0f} MB/s" if rate else "")
     )
     print_table(list(rows.values()))
     for engine in engines.values():
@@ -217,7 +257,10 @@ def main() -> None:
                 "tokens": arguments.tokens,
                 "rounds": arguments.rounds,
                 "threads": arguments.threads,
-                "link_mb_per_s": arguments.link_rate,
+                "link_mb_per_s": round(rate / 1e6) if rate else None,
+                "link_ratio": arguments.link_ratio,
+                "compile": arguments.compile,
+                "resident_ms": round(resident_ms, 2),
                 "tpot_ms": {name: round(value, 2) for name, value in medians.items()},
                 "k4_over_k0": round(medians["k4"] / medians["k0"], 3),
                 "k4_over_lru": round(medians["k4"] / medians["lru"], 3),

@@ -18,6 +18,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from . import operators
+from .kv import ReservedLayer
 
 ATTENTION_IMPLEMENTATION = "mira_short_query"
 
@@ -131,19 +132,35 @@ def few_query_attention(
     return mixed.transpose(1, 2).contiguous()
 
 
-def causal_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+def cached_attention(
+    layer: ReservedLayer,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
 ) -> torch.Tensor:
-    """Computes attention of the last `T` of `N` tokens. Shapes as `few_query_attention`."""
-    num_queries, num_keys = query.shape[2], key.shape[2]
-    if num_queries <= MAX_SHORT_QUERIES and operators.has_native_attention():
-        return operators.native_attention(query, key, value, num_keys - num_queries, scale)
+    """Appends new keys and values to a layer and attends causally. Returns `[1, T, H, Dv]`.
+
+    Args:
+        layer: State of the layer, N tokens.
+        query: `[1, H, T, D]`, T at most `MAX_SHORT_QUERIES`.
+        key: `[1, G, T, D]`.
+        value: `[1, G, T, Dv]`.
+        scale: Factor of the scores.
+    """
+    num_queries = query.shape[2]
+    if layer.is_initialized and operators.has_native_attention():
+        start = layer.extend(num_queries) - num_queries
+        return operators.native_cached_attention(
+            query, key, value, layer.keys, layer.values, start, scale
+        )
+    keys, values = layer.update(key, value)
     mask = None
     if num_queries > 1:
-        first = num_keys - num_queries
+        num_keys = keys.shape[2]
         positions = torch.arange(num_keys)
-        mask = (positions[None] <= positions[first:, None])[None, None]
-    return few_query_attention(query, key, value, mask, scale)
+        mask = (positions[None] <= positions[num_keys - num_queries :, None])[None, None]
+    return few_query_attention(query, keys, values, mask, scale)
 
 
 def use_short_query_attention(model: PreTrainedModel) -> bool:

@@ -51,13 +51,22 @@ class ReservedLayer(DynamicLayer):
             self.device = key_states.device
             self.keys, self.values = self._reserve(key_states), self._reserve(value_states)
             self.is_initialized = True
-        start, stop = self._length, self._length + key_states.shape[-2]
+        start, stop = self._length, self.extend(key_states.shape[-2])
+        self.keys[:, :, start:stop] = key_states
+        self.values[:, :, start:stop] = value_states
+        return stop
+
+    def extend(self, num_tokens: int) -> int:
+        """Counts tokens that somebody else writes into the room. Returns the new length.
+
+        Raises:
+            GenerationError: The context is full.
+        """
+        stop = self._length + num_tokens
         if stop > self._capacity:
             raise GenerationError(
                 f"The context of {self._capacity} tokens is full.", hint="Start a new chat."
             )
-        self.keys[:, :, start:stop] = key_states
-        self.values[:, :, start:stop] = value_states
         self._length = stop
         return stop
 

@@ -33,12 +33,14 @@ class StepBinding:
     Attributes:
         run_experts: `(layer, hidden [T, C], index [T, k], weights [T, k]) -> [T, C]`.
         layers: KV state by decoder layer.
-        attend: `(q, k, v, scale) -> [B, T, H, Dv]`, causal.
+        attend: `(layer, q, k, v, scale) -> [B, T, H, Dv]`: appends, then attends causally.
     """
 
     run_experts: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
     layers: Sequence[ReservedLayer]
-    attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+    attend: Callable[
+        [ReservedLayer, torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor
+    ]
 
 
 _current: StepBinding | None = None
@@ -66,8 +68,7 @@ def _cached_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, layer: int
 ) -> torch.Tensor:
     assert _current is not None
-    keys, values = _current.layers[layer].update(k, v)
-    return _current.attend(q, keys, values, scale)
+    return _current.attend(_current.layers[layer], q, k, v, scale)
 
 
 def _routed_experts_shape(
@@ -108,3 +109,28 @@ def native_attention(
         scale: Factor of the scores.
     """
     return torch.ops.mira.attend(query, key, value, num_cached, scale)
+
+
+def native_cached_attention(
+    query: torch.Tensor,
+    new_keys: torch.Tensor,
+    new_values: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    num_cached: int,
+    scale: float,
+) -> torch.Tensor:
+    """Writes new states behind the cached ones and attends causally. Returns `[1, T, H, Dv]`.
+
+    Args:
+        query: `[1, H, T, D]`.
+        new_keys: `[1, G, T, D]`.
+        new_values: `[1, G, T, Dv]`.
+        keys: Room `[1, G, capacity, D]`, written to.
+        values: Room `[1, G, capacity, Dv]`, written to.
+        num_cached: Tokens in the room before.
+        scale: Factor of the scores.
+    """
+    return torch.ops.mira.attend_cached_(
+        query, new_keys, new_values, keys, values, num_cached, scale
+    )

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..checkpoint.experts import expert_modules_of
-from ..model.attention import causal_attention
+from ..model.attention import cached_attention
 from ..model.kv import StateManager
 from ..model.linear import DenseSwitch
 from ..model.operators import StepBinding
@@ -79,7 +79,7 @@ class ModelPasses:
         return logits
 
     def _binding(self) -> StepBinding:
-        return StepBinding(self._run_experts, self.state.cache.layers, causal_attention)
+        return StepBinding(self._run_experts, self.state.cache.layers, cached_attention)
 
     def _run_experts(
         self,

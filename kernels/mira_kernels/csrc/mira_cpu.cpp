@@ -481,6 +481,33 @@ Tensor attend(const Tensor& query, const Tensor& keys, const Tensor& values, int
   return out;
 }
 
+// Copies `[1, G, T, D]` to positions `start` and on of a room `[1, G, N, D]`.
+void append_positions(const Tensor& states, Tensor& room, int64_t start, int64_t item) {
+  const char* from = static_cast<const char*>(states.const_data_ptr());
+  char* to = static_cast<char*>(room.mutable_data_ptr());
+  for (int64_t g = 0; g < states.size(1); ++g)
+    for (int64_t t = 0; t < states.size(2); ++t)
+      std::memcpy(to + (g * room.stride(1) + (start + t) * room.stride(2)) * item,
+                  from + (g * states.stride(1) + t * states.stride(2)) * item,
+                  states.size(3) * item);
+}
+
+Tensor attend_cached(const Tensor& query, const Tensor& new_keys, const Tensor& new_values,
+                     Tensor keys, Tensor values, int64_t num_cached, double scale) {
+  const ScalarType type = query.scalar_type();
+  for (const auto& [states, room] : {std::pair{&new_keys, &keys}, std::pair{&new_values, &values}}) {
+    check_cpu(*states, type, "new states"), check_cpu(*room, type, "room");
+    STD_TORCH_CHECK(states->dim() == 4 && room->dim() == 4 && states->size(0) == 1 &&
+                        states->size(1) == room->size(1) && states->size(3) == room->size(3) &&
+                        states->size(2) == query.size(2) && states->stride(3) == 1 &&
+                        room->stride(3) == 1 && num_cached >= 0 &&
+                        num_cached + states->size(2) <= room->size(2),
+                    "new keys and values do not fit their room");
+    append_positions(*states, *room, num_cached, type == ScalarType::Float ? 4 : 2);
+  }
+  return attend(query, keys, values, num_cached, scale);
+}
+
 }  // namespace
 }  // namespace mira
 
@@ -508,6 +535,9 @@ STABLE_TORCH_LIBRARY(mira, m) {
       " int kind, int intermediate, int group_size, int block_rows) -> Tensor");
   m.def(
       "attend(Tensor query, Tensor keys, Tensor values, int num_cached, float scale) -> Tensor");
+  m.def(
+      "attend_cached_(Tensor query, Tensor new_keys, Tensor new_values, Tensor(a!) keys,"
+      " Tensor(b!) values, int num_cached, float scale) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(mira, CPU, m) {
@@ -521,4 +551,5 @@ STABLE_TORCH_LIBRARY_IMPL(mira, CPU, m) {
   m.impl("combine_experts", TORCH_BOX(&mira::combine_experts));
   m.impl("draft_experts", TORCH_BOX(&mira::draft_experts));
   m.impl("attend", TORCH_BOX(&mira::attend));
+  m.impl("attend_cached_", TORCH_BOX(&mira::attend_cached));
 }
