@@ -122,6 +122,8 @@ class EngineConfig:
         num_threads: Threads of the arithmetic, `None` for all physical cores but one.
         compile_mode: Whether native kernels and compiled steps are made and used.
         draft_dense: What a draft multiplies with outside of the routed experts.
+        draft_words: Tokens that a draft chooses among, the first of the vocabulary, which in
+            byte-pair vocabularies are the most frequent; 0 for all.
     """
 
     precision: Precision = Precision.NESTED
@@ -137,6 +139,7 @@ class EngineConfig:
     num_threads: int | None = None
     compile_mode: CompileMode = CompileMode.AUTO
     draft_dense: DraftDense = DraftDense.AUTO
+    draft_words: int = 0
 
     def __post_init__(self) -> None:
         k = self.num_draft_tokens
@@ -152,6 +155,8 @@ class EngineConfig:
             raise ConfigError.for_field("readers", self.num_reader_threads, "Give at least 1.")
         if self.prefill_chunk_tokens < 1:
             raise ConfigError.for_field("chunk", self.prefill_chunk_tokens, "Give at least 1.")
+        if self.draft_words < 0:
+            raise ConfigError.for_field("draft words", self.draft_words, "Give 0 (all) or more.")
         if self.num_threads is not None and self.num_threads < 1:
             raise ConfigError.for_field("threads", self.num_threads, "Give at least 1.")
 

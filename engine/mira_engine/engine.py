@@ -44,7 +44,7 @@ from .model.chat import ChatRenderer, Detokeniser, end_token_ids, load_tokenizer
 from .model.experts import stamp
 from .model.facts import context_length, gather_facts, longest_context
 from .model.kv import StateManager
-from .model.linear import DenseSwitch, apply_draft_dense, use_native_linear
+from .model.linear import DenseSwitch, arrange_dense, limit_draft_words
 from .model.loader import TORCH_DTYPES, load_backbone
 from .model.sampling import Sampler
 from .model.steps import StepSpec
@@ -65,6 +65,7 @@ from .runtime.transfer import LinkThrottle
 from .types import (
     CompileMode,
     ComputeDtype,
+    DraftDense,
     ExpertId,
     FinishReason,
     Phase,
@@ -243,6 +244,7 @@ class Engine:
         self.passes = ModelPasses(self.model, self.executor, self.state, self._switch)
         self._capture: StepCapture | None = None
         self._is_native = False
+        self._census: dict[str, int] = {}
         if self._cache_dir is not None:
             self._start_capture(self._cache_dir)
         self._tell_load_fallbacks()
@@ -262,7 +264,8 @@ class Engine:
         self._capture = StepCapture(
             self.model, self.home.backbone_dir, cache_dir, on_notice=self._notice
         )
-        self._capture.start(self._wanted_steps(), TORCH_DTYPES[self.config.dtype])
+        dtype = TORCH_DTYPES[self.config.dtype]
+        self._capture.start(self._wanted_steps(), dtype, self._census)
         if self.config.compile_mode is CompileMode.WAIT:
             self._capture.wait(self._is_load_cancelled)
             check_cancelled(self._is_load_cancelled)
@@ -281,6 +284,7 @@ class Engine:
             dtype=self.config.dtype,
             is_native=self.config.dtype is ComputeDtype.BFLOAT16,
             draft_dense=plan.draft_dense,
+            draft_words=self._draft_words,
             is_draft=False,
             num_tokens=1,
         )
@@ -288,6 +292,15 @@ class Engine:
             return [base]
         draft = replace(base, is_draft=True)
         return [draft, replace(base, num_tokens=plan.num_draft_tokens + 1), base]
+
+    @property
+    def _draft_words(self) -> int | None:
+        """Tokens that a draft chooses among, `None` for all."""
+        words = self.config.draft_words
+        vocabulary = self.model.config.get_text_config().vocab_size
+        if self.plan.draft_dense is DraftDense.TARGET or not words or words >= vocabulary:
+            return None
+        return words
 
     def take_compiled(self) -> None:
         """Takes up what the background has made. Between replies only: roundings differ.
@@ -313,8 +326,8 @@ class Engine:
     def _use_native(self) -> None:
         """Switches dense layers, experts and the draft to the native kernels."""
         self._is_native = True
-        use_native_linear(self.model, self._switch)
-        apply_draft_dense(self.model, self.plan.draft_dense)
+        self._census = arrange_dense(self.model, self.plan.draft_dense, self._switch)
+        limit_draft_words(self.model, self._draft_words)
         fmt, draft = self._target.format, self.executor.draft
         modules = [module for _, module in expert_modules_of(self.model)]
         if is_fusable(fmt, modules):

@@ -38,7 +38,7 @@ from mira_engine.config import EngineConfig, MemoryAmount, SamplingConfig
 from mira_engine.engine import Engine
 from mira_engine.events import ChatMessage
 from mira_engine.library import ModelHome, ModelLibrary
-from mira_engine.model.linear import NativeLinear
+from mira_engine.model.linear import DenseRows, SplitRows
 from mira_engine.model.operators import StepBinding
 from mira_engine.model.sampling import Sampler
 from mira_engine.prepare import prepare
@@ -167,7 +167,7 @@ class StepBench:
     def add_dense_products(self, rounds: int) -> None:
         """Moves the dense products' time, measured apart, from `framework` to its parts."""
         for kind, num_rows, is_draft in KINDS:
-            seconds = dense_seconds(self.engine.model, num_rows, is_draft, rounds)
+            seconds = dense_seconds(self.engine, num_rows, is_draft, rounds)
             for sample in self.samples[kind]:
                 for part, taken in seconds.items():
                     sample[part] += taken
@@ -222,41 +222,39 @@ class OperatorTimer:
 
 
 def dense_bytes(model: PreTrainedModel, is_draft: bool) -> dict[str, int]:
-    """Bytes of weights that a step reads, by part; a draft's copies where it has them."""
+    """Bytes of weights that a step reads, by part; a draft's own form of them."""
     num_bytes: dict[str, int] = defaultdict(int)
     for name, module in model.named_modules():
         part = part_of(name)
         if part is None:
             continue
         for inner in module.modules():
-            codes = getattr(inner, "draft_codes", None)
-            if is_draft and codes is not None:
-                num_bytes[part] += codes.nbytes + inner.draft_scales.nbytes
-                continue
-            num_bytes[part] += sum(p.nbytes for p in inner.parameters(recurse=False))
+            if isinstance(inner, SplitRows):
+                num_bytes[part] += inner.high.nbytes + (0 if is_draft else inner.low.nbytes)
+            elif isinstance(inner, DenseRows):
+                num_bytes[part] += inner.weight.nbytes
+            else:
+                num_bytes[part] += sum(p.nbytes for p in inner.parameters(recurse=False))
     return num_bytes
 
 
 @torch.inference_mode()
-def dense_seconds(
-    model: PreTrainedModel, num_rows: int, is_draft: bool, rounds: int
-) -> dict[str, float]:
+def dense_seconds(engine: Engine, num_rows: int, is_draft: bool, rounds: int) -> dict[str, float]:
     """Median seconds of all dense products of a step, by part, in the model's order."""
-    layers = [
-        (part, module, torch.randn(num_rows, module.in_features, dtype=module.weight.dtype))
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and (part := dense_part_of(name)) is not None
-    ]
+    products = []
+    for name, module in engine.model.named_modules():
+        part = dense_part_of(name)
+        if part is not None and isinstance(module, DenseRows):
+            width = (module.high if isinstance(module, SplitRows) else module.weight).shape[1]
+            x = torch.randn(num_rows, width, dtype=torch.bfloat16)
+            products.append((part, module.forward, x))
+    engine._switch.is_drafting = is_draft
     times: dict[str, list[float]] = defaultdict(list)
-    for module in model.modules():
-        if isinstance(module, NativeLinear):
-            module.switch.is_drafting = is_draft
-            break
     for _ in range(rounds):
         taken: dict[str, float] = defaultdict(float)
-        for part, module, x in layers:
+        for part, product, x in products:
             started = time.perf_counter()
-            module(x)
+            product(x)
             taken[part] += time.perf_counter() - started
         for part, seconds in taken.items():
             times[part].append(seconds)

@@ -12,9 +12,9 @@ import pytest
 from mira_engine.errors import StoreError
 from mira_engine.runtime import disk
 from mira_engine.runtime.disk import DiskTransfer, open_for_records
-from mira_engine.runtime.slots import aligned_bytes
 from mira_engine.runtime.transfer import Completion, LinkThrottle
 from mira_engine.types import RECORD_ALIGNMENT, ExpertId, Plane
+from mira_kernels.pages import huge_bytes
 
 RECORD = RECORD_ALIGNMENT
 NUM_EXPERTS = 6
@@ -31,7 +31,7 @@ class Link:
     """A transfer over one file, with its slots."""
 
     def __init__(self, path: Path, *, num_slots: int = NUM_EXPERTS, num_threads: int = 1) -> None:
-        self.memory = aligned_bytes(num_slots * RECORD)
+        self.memory = huge_bytes(num_slots * RECORD)
         parts = [self.memory[i * RECORD : (i + 1) * RECORD] for i in range(num_slots)]
         self.slots = parts
         self.gate = threading.Event()

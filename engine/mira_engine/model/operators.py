@@ -38,9 +38,7 @@ class StepBinding:
 
     run_experts: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
     layers: Sequence[ReservedLayer]
-    attend: Callable[
-        [ReservedLayer, torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor
-    ]
+    attend: Callable[[ReservedLayer, torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
 
 
 _current: StepBinding | None = None

@@ -25,13 +25,7 @@ from ..errors import UnsupportedModelError
 from ..types import ComputeDtype, DraftDense
 from . import experts
 from .attention import SPECIAL_FORMS, is_causal
-from .linear import (
-    DRAFT_BUFFERS,
-    DenseSwitch,
-    add_draft_copies,
-    split_fakes,
-    use_native_linear,
-)
+from .linear import DenseSwitch, arrange_fakes, limit_draft_words
 from .loader import TORCH_DTYPES, without_experts
 
 CACHED_ATTENTION = "mira_cached"
@@ -45,6 +39,7 @@ class StepSpec:
         dtype: Arithmetic.
         is_native: Whether dense layers use the native kernels.
         draft_dense: What a draft multiplies with outside of the routed experts.
+        draft_words: Tokens that a draft chooses among, the first ones; `None` for all.
         is_draft: Whether it is a draft's step.
         num_tokens: Tokens of the pass.
     """
@@ -52,6 +47,7 @@ class StepSpec:
     dtype: ComputeDtype
     is_native: bool
     draft_dense: DraftDense
+    draft_words: int | None
     is_draft: bool
     num_tokens: int
 
@@ -159,12 +155,15 @@ def step_arguments(num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.T
 
 
 def other_dtypes(model: nn.Module, dtype: torch.dtype) -> dict[str, str]:
-    """Returns the parameters and buffers that are not of the model's dtype, with theirs."""
+    """Returns the parameters and buffers that are not of the model's dtype, with theirs.
+
+    The same before and after `arrange_dense`.
+    """
     named = (*model.named_parameters(), *model.named_buffers())
     return {
         name: str(tensor.dtype).removeprefix("torch.")
         for name, tensor in named
-        if tensor.dtype is not dtype and name.rpartition(".")[2] not in DRAFT_BUFFERS
+        if tensor.dtype is not dtype and ".rows." not in name
     }
 
 
@@ -231,11 +230,8 @@ def _fake_model(
     if spec.is_native:
         switch = DenseSwitch()
         switch.is_drafting = spec.is_draft
-        use_native_linear(model, switch)
-        if spec.draft_dense is DraftDense.SPLIT:
-            split_fakes(model, census)
-        elif spec.draft_dense is DraftDense.INT8 and spec.is_draft:
-            add_draft_copies(model)
+        arrange_fakes(model, spec.draft_dense, switch, census)
+        limit_draft_words(model, spec.draft_words)
     return model
 
 

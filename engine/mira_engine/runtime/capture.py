@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -28,7 +28,7 @@ import transformers
 from mira_kernels import native
 from torch import nn
 
-from ..model.linear import split_census
+from ..model.linear import dense_groups, split_census
 from ..model.operators import StepBinding, bound
 from ..model.steps import StepSpec, other_dtypes, step_arguments
 from ..types import DraftDense
@@ -106,7 +106,7 @@ class StepCapture:
         self._is_split = False
         self._is_native_ready = threading.Event()
         self.census: dict[str, int] = {}
-        """Layers with split weights, once `is_native_ready`."""
+        """Matrices of split weights, once `is_native_ready`."""
         self._wanted: list[StepSpec] = []
         self._landed: dict[StepSpec, tuple[CompiledFunction, list[str]]] = {}
         self._lock = threading.Lock()
@@ -117,13 +117,17 @@ class StepCapture:
         self.num_reused = 0
         self.seconds = 0.0
 
-    def start(self, specs: Sequence[StepSpec], dtype: torch.dtype) -> None:
+    def start(
+        self, specs: Sequence[StepSpec], dtype: torch.dtype, census: Mapping[str, int]
+    ) -> None:
         """Begins: native kernels, then the steps in the order given. Returns at once.
 
         Args:
             specs: Steps, the ones most wanted first.
             dtype: The model's.
+            census: From `arrange_dense` where the model is arranged already, else empty.
         """
+        self.census = dict(census)
         self._dtypes = other_dtypes(self._model, dtype)
         self._is_split = any(spec.draft_dense is DraftDense.SPLIT for spec in specs)
         self._wanted = list(dict.fromkeys(specs))[:MAX_STEPS]
@@ -174,8 +178,8 @@ class StepCapture:
                 if not status.is_available:
                     self._notify("no-native-kernels", f"Steps run uncompiled: {status.reason}")
                     return
-            if self._is_split:
-                self.census = split_census(self._model)
+            if self._is_split and not self.census:
+                self.census = split_census(dense_groups(self._model))
             self._is_native_ready.set()
             # Set, not defaulted: the library itself sets it to a temporary folder.
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(self._cache_dir / "inductor")

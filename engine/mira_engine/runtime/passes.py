@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from ..checkpoint.experts import expert_modules_of
@@ -45,6 +46,7 @@ class ModelPasses:
         self._switch = switch
         self.state = state
         self._steps: dict[tuple[bool, int], CompiledStep] = {}
+        self._num_words = model.config.get_text_config().vocab_size
         self._modules = [module for _, module in expert_modules_of(model)]
 
     def add_steps(self, steps: dict[StepSpec, CompiledStep]) -> None:
@@ -76,6 +78,9 @@ class ModelPasses:
                 logits_to_keep=num_logits,
             ).logits[0]
         self.state.commit(tokens)
+        missing = self._num_words - logits.shape[-1]
+        if missing > 0:  # A draft that chooses among the first words only.
+            logits = functional.pad(logits, (0, missing), value=float("-inf"))
         return logits
 
     def _binding(self) -> StepBinding:

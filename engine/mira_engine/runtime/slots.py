@@ -1,7 +1,7 @@
 """Device memory for experts: the slot arena and the resident draft.
 
-One allocation each, aligned to 4096 bytes, divided once; nothing is allocated on the
-token path. What is inside a slot is the format's business: a slot's typed views are
+One allocation each, in huge pages where there are any, divided once; nothing is allocated
+on the token path. What is inside a slot is the format's business: a slot's typed views are
 built here once and reused for every expert that passes through.
 """
 
@@ -12,19 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from mira_kernels.pages import huge_bytes
 
 from ..checkpoint.formats import BoundExpert, ExpertFormat, NestedFormat
 from ..checkpoint.store import ExpertStore
 from ..errors import check_cancelled
-from ..types import RECORD_ALIGNMENT, ExpertId, Plane, Precision
+from ..types import ExpertId, Plane, Precision
 from .disk import open_for_records, read_exactly
-
-
-def aligned_bytes(num_bytes: int) -> torch.Tensor:
-    """Allocates `[num_bytes]` uint8 whose address is a multiple of 4096."""
-    raw = torch.empty(num_bytes + RECORD_ALIGNMENT, dtype=torch.uint8)
-    start = -raw.data_ptr() % RECORD_ALIGNMENT
-    return raw[start : start + num_bytes]
 
 
 class SlotArena:
@@ -36,7 +30,7 @@ class SlotArena:
         self.plane_bytes = {plane: fmt.record_bytes(plane) for plane in self.planes}
         self.slot_bytes = sum(self.plane_bytes.values())
         self.num_bytes = num_slots * self.slot_bytes
-        self._bytes = aligned_bytes(self.num_bytes)
+        self._bytes = huge_bytes(self.num_bytes)
         self.records: list[dict[Plane, torch.Tensor]] = []
         self.buffers: list[Mapping[Plane, memoryview]] = []
         for slot in range(num_slots):
@@ -68,7 +62,7 @@ class DraftArena:
         record_bytes = store.format.record_bytes(plane)
         layer_bytes = record_bytes * manifest.num_experts
         self.num_bytes = layer_bytes * manifest.num_layers
-        self._bytes = aligned_bytes(self.num_bytes)
+        self._bytes = huge_bytes(self.num_bytes)
         self.bound: list[BoundExpert] = []
         for layer in range(manifest.num_layers):
             check_cancelled(is_cancelled)

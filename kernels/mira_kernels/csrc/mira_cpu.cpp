@@ -261,13 +261,16 @@ Tensor split_chunks(const Tensor& x, const Tensor& high, const Planes& planes,
 }
 
 Tensor split_linear(const Tensor& x, const Tensor& high, const std::optional<Tensor>& low,
-                    const Tensor& bases, const Tensor& exceptions,
-                    const Tensor& exception_values, const std::optional<Tensor>& bias) {
+                    const Tensor& bases, const std::optional<Tensor>& exceptions,
+                    const std::optional<Tensor>& exception_values,
+                    const std::optional<Tensor>& bias) {
   const Planes planes(high, low.has_value() ? &*low : nullptr, bases);
   const Matrix& matrix = planes.matrix;
   check_rows(x, matrix.num_inputs);
   const BiasView view(bias, matrix.num_outputs);
-  Exceptions kept(exceptions, exception_values, matrix.num_outputs, matrix.num_inputs);
+  Exceptions kept{};
+  if (exceptions.has_value() && exception_values.has_value())
+    kept = {*exceptions, *exception_values, matrix.num_outputs, matrix.num_inputs};
   if (!low.has_value()) kept = {};  // a draft takes them for zero
   if (x.numel() > kMaxRows * matrix.num_inputs)
     return split_chunks(x, high, planes, kept, bias);
@@ -275,11 +278,14 @@ Tensor split_linear(const Tensor& x, const Tensor& high, const std::optional<Ten
 }
 
 Tensor split_rows(const Tensor& ids, const Tensor& high, const Tensor& low, const Tensor& bases,
-                  const Tensor& exceptions, const Tensor& exception_values) {
+                  const std::optional<Tensor>& exceptions,
+                  const std::optional<Tensor>& exception_values) {
   check_cpu(ids, ScalarType::Long, "ids");
   const Planes planes(high, &low, bases);
   const int64_t num_rows = high.size(0), num_inputs = high.size(1), count = ids.numel();
-  const Exceptions kept(exceptions, exception_values, num_rows, num_inputs);
+  Exceptions kept{};
+  if (exceptions.has_value() && exception_values.has_value())
+    kept = {*exceptions, *exception_values, num_rows, num_inputs};
   std::vector<int64_t> sizes(ids.sizes().begin(), ids.sizes().end());
   sizes.push_back(num_inputs);
   Tensor out = new_empty(high, sizes, ScalarType::BFloat16);
@@ -515,11 +521,11 @@ STABLE_TORCH_LIBRARY(mira, m) {
   m.def("dense_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
   m.def("int8_linear(Tensor x, Tensor codes, Tensor scales, Tensor? bias) -> Tensor");
   m.def(
-      "split_linear(Tensor x, Tensor high, Tensor? low, Tensor bases, Tensor exceptions,"
-      " Tensor exception_values, Tensor? bias) -> Tensor");
+      "split_linear(Tensor x, Tensor high, Tensor? low, Tensor bases, Tensor? exceptions,"
+      " Tensor? exception_values, Tensor? bias) -> Tensor");
   m.def(
-      "split_rows(Tensor ids, Tensor high, Tensor low, Tensor bases, Tensor exceptions,"
-      " Tensor exception_values) -> Tensor");
+      "split_rows(Tensor ids, Tensor high, Tensor low, Tensor bases, Tensor? exceptions,"
+      " Tensor? exception_values) -> Tensor");
   m.def(
       "int4_linear(Tensor x, Tensor packed, Tensor scales, int group_size, int block_rows)"
       " -> Tensor");
