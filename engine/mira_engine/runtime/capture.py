@@ -33,7 +33,7 @@ from ..model.operators import StepBinding, bound
 from ..model.steps import StepSpec, other_dtypes, step_arguments
 from ..types import DraftDense
 
-STEP_VERSION = 1
+STEP_VERSION = 2
 """Raised when what a step's graph calls changes."""
 
 MAX_STEPS = 8
