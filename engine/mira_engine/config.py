@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, field
 
 from .errors import ConfigError
-from .types import CompileMode, ComputeDtype, DraftDense, Precision
+from .types import CompileMode, ComputeDtype, DraftDense, Eviction, Precision
 
 MAX_DRAFT_TOKENS = 32
 """Largest speculation depth K. Source: Specter, selection of K (K_max = 32)."""
@@ -120,6 +120,7 @@ class EngineConfig:
         is_prefetch_enabled: Whether the draft's routing loads experts ahead.
         is_direct_io: Whether to ask for O_DIRECT.
         num_threads: Threads of the arithmetic, `None` for all physical cores but one.
+        eviction: Which resident experts are given up first; `None` chooses by K.
         compile_mode: Whether native kernels and compiled steps are made and used.
         draft_dense: What a draft multiplies with outside of the routed experts.
         draft_words: Tokens that a draft chooses among, the first of the vocabulary, which in
@@ -137,6 +138,7 @@ class EngineConfig:
     is_prefetch_enabled: bool = True
     is_direct_io: bool = True
     num_threads: int | None = None
+    eviction: Eviction | None = None
     compile_mode: CompileMode = CompileMode.AUTO
     draft_dense: DraftDense = DraftDense.AUTO
     draft_words: int = 0

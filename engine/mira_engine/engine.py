@@ -49,7 +49,7 @@ from .model.loader import TORCH_DTYPES, load_backbone
 from .model.sampling import Sampler
 from .model.steps import StepSpec
 from .policy.budget import plan_memory
-from .policy.eviction import LruEviction
+from .policy.eviction import EVICTION_POLICIES, preferred_eviction
 from .policy.lookahead import ExpertLookaheadBuffer
 from .policy.residency import ResidencyTable
 from .runtime.capture import StepCapture
@@ -221,9 +221,10 @@ class Engine:
             throttle=throttle,
         )
         self.lookahead = ExpertLookaheadBuffer(manifest.num_layers, manifest.num_experts)
+        eviction = config.eviction or preferred_eviction(self.plan.num_draft_tokens)
         self._bind = SlotBinder(self._target.format, self._slots, draft)
         self.executor = ExpertExecutor(
-            residency=ResidencyTable(self.plan.num_slots, LruEviction()),
+            residency=ResidencyTable(self.plan.num_slots, EVICTION_POLICIES[eviction]()),
             transfer=self.transfer,
             bind=self._bind,
             draft=draft,
@@ -527,6 +528,7 @@ class Engine:
         num_accepted, following = sampler.accept(history, drafted, logits)
         self.state.rollback(len(drafted) - num_accepted)
         self._num_verified = self.state.num_cached
+        self.executor.residency.end_window()
         meter.verify_s += time.perf_counter() - started
         if drafted:
             meter.num_rounds += 1

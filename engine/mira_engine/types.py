@@ -58,6 +58,13 @@ class CompileMode(enum.StrEnum):
     WAIT = "wait"
 
 
+class Eviction(enum.StrEnum):
+    """Which resident experts are given up first: the least often or least recently used."""
+
+    LFU = "lfu"
+    LRU = "lru"
+
+
 class Plane(enum.StrEnum):
     """A part of an expert that moves by itself."""
 

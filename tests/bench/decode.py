@@ -15,9 +15,8 @@ The link is the machine's disk, or held to a rate: `--link-rate` in MB/s, or
 one with all experts resident (measured first; R is 2 to 4 for a small model on PCIe 4,
 about 10 for Phi-3.5-MoE). The engine runs compiled steps unless `--compile off`.
 
-Left out: prefill, detokenising, the process boundary. With K = 0 the engine has no
-draft to prefetch from, so `k0` and `lru` are the same policy today; the two rows then
-show the noise of the machine.
+Left out: prefill, detokenising, the process boundary. With K = 0 the engine has no draft
+to prefetch from and evicts as `lru` does: the two rows then show the noise of the machine.
 
 Run: python tests/bench/decode.py [--rounds 5] [--tokens 64] [--budget 75%] [--link-ratio R]
 The last line printed is one JSON document.
@@ -41,7 +40,7 @@ from mira_engine.engine import Engine
 from mira_engine.events import ChatMessage, ReplyStats
 from mira_engine.library import ModelHome, ModelLibrary
 from mira_engine.prepare import prepare
-from mira_engine.types import CompileMode, Precision
+from mira_engine.types import CompileMode, Eviction, Precision
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
@@ -200,6 +199,7 @@ def main() -> None:
         num_draft_tokens: int,
         *,
         is_prefetch_enabled: bool = True,
+        eviction: Eviction | None = None,
         budget: MemoryAmount | None = None,
         bytes_per_s: float | None = None,
     ) -> Engine:
@@ -208,6 +208,7 @@ def main() -> None:
             budget=budget or MemoryAmount.parse(arguments.budget),
             num_draft_tokens=num_draft_tokens,
             is_prefetch_enabled=is_prefetch_enabled,
+            eviction=eviction,
             link=LinkConfig(bytes_per_s=bytes_per_s or rate),
             num_threads=arguments.threads,
             compile_mode=arguments.compile,
@@ -221,7 +222,7 @@ def main() -> None:
         token_bytes = expert_bytes_of_token(home, precision)
         rate = token_bytes / (1e-3 * resident_ms * arguments.link_ratio)
     engines = {
-        "lru": load(0, is_prefetch_enabled=False),
+        "lru": load(0, is_prefetch_enabled=False, eviction=Eviction.LRU),
         "k0": load(0),
         "k4-ondemand": load(4, is_prefetch_enabled=False),
         "k4": load(4),

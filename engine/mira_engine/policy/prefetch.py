@@ -18,12 +18,13 @@ from .residency import ResidencyTable
 
 
 def first_boundary(num_draft_tokens: int) -> int:
-    """Draft tokens after which the batch is planned: half of them, at least one.
+    """Draft tokens of the cold start, after which the first batch is planned.
 
-    Earlier, too little of the routing is known; later, too little drafting is left to
-    hide the transfer.
+    A fifth of them, at least one: until then too little of the routing is known.
+
+    Source: Specter, Layer-Aware Prefetch Planner, phase 1.
     """
-    return max(1, (num_draft_tokens + 1) // 2)
+    return max(1, round(num_draft_tokens / 5))
 
 
 def plan_batch(

@@ -139,12 +139,21 @@ class ResidencyTable:
         return Fetch(expert, slot, reason, evicted)
 
     def _find_victim(self, protected: Collection[ExpertId]) -> ExpertId | None:
+        """Finds who may go; what a prefetch brought and nobody has used yet goes last."""
+        unused = None
         for expert in self._eviction.victims():
             slot = self._slot_of[expert]
             is_idle = self._state[slot] is SlotState.READY and not self._pins[slot]
-            if is_idle and expert not in protected:
+            if not is_idle or expert in protected:
+                continue
+            if not self._is_prefetched[slot]:
                 return expert
-        return None
+            unused = unused or expert
+        return unused
+
+    def end_window(self) -> None:
+        """The pass that prefetches were made for is over: what it did not use has no claim."""
+        self._is_prefetched = [False] * self.num_slots
 
     def complete(self, slot: int) -> None:
         """A load into the slot has ended: LOADING -> READY.

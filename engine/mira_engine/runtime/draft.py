@@ -73,7 +73,7 @@ class DraftStage:
             token = sampler.draw(sequence, logits[0])
             drafted.append(token)
             sequence.append(token.token)
-            if len(drafted) == boundary and self._is_prefetch_enabled:
+            if boundary <= len(drafted) < num_tokens and self._is_prefetch_enabled:
                 self._submit_batch()
             if token.token in end_ids:
                 break
