@@ -11,7 +11,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from mira_kernels import native
+from mira_kernels.dispatch import measure_native_limit, use_native_limit
 from transformers import PreTrainedModel
 
 from ..checkpoint.experts import expert_modules_of
@@ -21,11 +23,12 @@ from ..events import MemoryPlan
 from ..model.linear import DenseSwitch, arrange_dense, limit_draft_words
 from ..model.loader import TORCH_DTYPES
 from ..model.steps import StepSpec
-from ..types import CompileMode, ComputeDtype, DraftDense
+from ..types import CompileMode, ComputeDtype, DraftDense, ExpertId
 from .capture import OnNotice, StepCapture
 from .executor import ExpertExecutor
 from .fused import FusedExperts, is_fusable
 from .passes import ModelPasses
+from .probe import MachineProfile
 from .slots import SlotArena, SlotBinder
 
 
@@ -149,6 +152,8 @@ class NativePath:
         self.is_native = True
         self._census = arrange_dense(self._model, self._plan.draft_dense, self._switch)
         limit_draft_words(self._model, self._draft_words)
+        if self._config.dtype is ComputeDtype.BFLOAT16:
+            self._choose_kernels()
         target, draft_source = self._stores
         modules = [module for _, module in expert_modules_of(self._model)]
         if is_fusable(target.format, modules):
@@ -163,3 +168,16 @@ class NativePath:
                 )
             )
         return True
+
+    def _choose_kernels(self) -> None:
+        """Sets up to how many tokens an expert's products are native, as measured here once."""
+        profile = MachineProfile(self._cache_dir / "machine.json")
+        expert = self._bind(ExpertId(0, 0), 0)
+        limits = []
+        for weight in (expert.up, expert.down):
+            rows, columns = weight.shape
+            kind = type(weight).__name__
+            library = native.library_path(self._cache_dir).stem
+            name = f"{library} {kind} {rows}x{columns} rows, {torch.get_num_threads()} threads"
+            limits.append(profile.get(name, lambda weight=weight: measure_native_limit(weight)))
+        use_native_limit(type(expert.up), min(limits))
