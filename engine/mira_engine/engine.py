@@ -37,7 +37,13 @@ from .events import (
     TokenDelta,
 )
 from .library import ModelHome
-from .model.chat import ChatRenderer, Detokeniser, end_token_ids, load_tokenizer
+from .model.chat import (
+    ChatRenderer,
+    Detokeniser,
+    end_token_ids,
+    has_tokenizer,
+    load_tokenizer,
+)
 from .model.experts import stamp
 from .model.facts import context_length, gather_facts, longest_context
 from .model.kv import StateManager
@@ -181,7 +187,7 @@ class Engine:
         self.model = load_backbone(folder, config.dtype)
         switch = DenseSwitch()
         check_cancelled(self._is_load_cancelled)
-        self._tokenizer = load_tokenizer(folder) if _has_tokenizer(folder) else None
+        self._tokenizer = load_tokenizer(folder) if has_tokenizer(folder) else None
         self._end_ids = end_token_ids(folder, self.model.config, self._tokenizer)
         self.context_length = context_length(self.model.config, config.context_length)
         has_draft = self.plan.num_draft_tokens > 0
@@ -501,7 +507,3 @@ def _open_stores(home: ModelHome, precision: Precision) -> tuple[ExpertStore, Ex
     if target.format.draft_plane is not None:
         return target, target
     return target, ExpertStore.open(home.store_dir(Precision.INT4))
-
-
-def _has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
