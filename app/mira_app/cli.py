@@ -116,7 +116,8 @@ DraftDense = Annotated[
     _option(
         "--draft-dense",
         metavar="HOW",
-        help="Dense layers of a draft: auto, target (the target's own) or int8 (copies).",
+        help="What a draft reads of dense layers: auto, split (half of each weight), "
+        "int8 (copies) or target (all).",
     ),
 ]
 NoPrefetch = Annotated[bool, typer.Option("--no-prefetch", help="Load experts on demand only.")]

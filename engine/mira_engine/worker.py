@@ -247,7 +247,10 @@ class Worker:
 def _beat(writer: EventWriter, stopped: threading.Event) -> None:
     started = time.monotonic()
     while not stopped.wait(_HEARTBEAT_S):
-        writer.send(Heartbeat(uptime_s=time.monotonic() - started))
+        try:
+            writer.send(Heartbeat(uptime_s=time.monotonic() - started))
+        except BrokenPipeError:
+            return  # The app is gone; the main thread finds out as well.
 
 
 def _claim_stdout() -> TextIO:

@@ -68,17 +68,6 @@ def compiler() -> str | None:
 
 
 @functools.cache
-def _compiler_version(path: str) -> str:
-    try:
-        done = subprocess.run(
-            [path, "--version"], capture_output=True, text=True, timeout=30, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout
-
-
-@functools.cache
 def _processor() -> str:
     """Model and flags of the processor: what `-march=native` depends on."""
     try:
@@ -95,11 +84,7 @@ def _sources() -> list[Path]:
 
 
 def library_path(cache_dir: Path) -> Path:
-    """Returns where the library of these sources, this torch, compiler and processor lies.
-
-    Without a compiler the name has its place empty, and finds nothing.
-    """
-    chosen = compiler()
+    """Returns where the library of these sources, this torch and processor lies."""
     digest = hashlib.sha256()
     for path in _sources():
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -107,8 +92,6 @@ def library_path(cache_dir: Path) -> Path:
         torch.__version__,
         str(torch._C._GLIBCXX_USE_CXX11_ABI),
         " ".join(_FLAGS),
-        chosen or "",
-        _compiler_version(chosen) if chosen else "",
         _processor(),
     ):
         digest.update(part.encode() + b"\0")
@@ -116,8 +99,23 @@ def library_path(cache_dir: Path) -> Path:
 
 
 def is_built(cache_dir: Path) -> bool:
-    """Whether a library that fits lies in `cache_dir`."""
-    return library_path(cache_dir).is_file()
+    """Whether a library that fits lies in `cache_dir`, whole.
+
+    A damaged one must not be loaded: the process would die of it.
+    """
+    path = library_path(cache_dir)
+    try:
+        return _digest_path(path).read_text(encoding="ascii") == _digest_of(path)
+    except (OSError, ValueError):
+        return False
+
+
+def _digest_path(library: Path) -> Path:
+    return library.with_suffix(".sha256")
+
+
+def _digest_of(library: Path) -> str:
+    return hashlib.sha256(library.read_bytes()).hexdigest()
 
 
 def build(cache_dir: Path, *, is_cancelled: Callable[[], bool] = lambda: False) -> NativeStatus:
@@ -141,6 +139,7 @@ def build(cache_dir: Path, *, is_cancelled: Callable[[], bool] = lambda: False) 
             if status.is_available:
                 status = _prove_in_child(made, is_cancelled)
             if status.is_available:
+                _digest_path(target).write_text(_digest_of(made), encoding="ascii")
                 os.replace(made, target)
     except OSError as error:
         return NativeStatus(False, f"Native kernels are off: {cache_dir} failed ({error}).")
@@ -253,6 +252,7 @@ def _remove_older(cache_dir: Path, current: Path) -> None:
     for path in cache_dir.glob(f"{_PREFIX}*{_SUFFIX}"):
         if path != current:
             path.unlink(missing_ok=True)
+            _digest_path(path).unlink(missing_ok=True)
 
 
 def load(cache_dir: Path) -> NativeStatus:
@@ -264,7 +264,7 @@ def load(cache_dir: Path) -> NativeStatus:
     if _loaded is not None:
         return NativeStatus(True)
     path = library_path(cache_dir)
-    if not path.is_file():
+    if not is_built(cache_dir):
         return NativeStatus(False, "Native kernels are off: they are not built.")
     status = _load_file(path)
     if not status.is_available:

@@ -88,11 +88,37 @@ def test_load_is_idempotent_and_proves(native_kernels, native_cache):
 def test_broken_library_is_reported_removed_and_built_anew(native_cache, tmp_path):
     broken = native.library_path(tmp_path)
     broken.write_bytes(b"no library")
+    assert not native.is_built(tmp_path)
+    native._digest_path(broken).write_text(native._digest_of(broken))
     assert native.is_built(tmp_path)
     assert in_child(LOAD, tmp_path).startswith("False Native kernels are off:")
     assert not native.is_built(tmp_path)
-    shutil.copy(native.library_path(native_cache), broken)
+    whole = native.library_path(native_cache)
+    shutil.copy(whole, broken)
+    shutil.copy(native._digest_path(whole), native._digest_path(broken))
     assert in_child(LOAD, tmp_path) == "True"
+
+
+def test_truncated_library_is_never_loaded(native_cache, tmp_path):
+    """The process that loads one dies of it."""
+    whole, short = native.library_path(native_cache), native.library_path(tmp_path)
+    shutil.copy(native._digest_path(whole), native._digest_path(short))
+    short.write_bytes(whole.read_bytes()[:100_000])
+    assert not native.is_built(tmp_path)
+    assert in_child(LOAD, tmp_path) == "False Native kernels are off: they are not built."
+
+
+def test_library_is_found_without_a_compiler(native_cache, monkeypatch):
+    monkeypatch.setenv("CXX", "/nonexistent")
+    assert native.compiler() is None
+    assert native.is_built(native_cache)
+
+
+def test_build_ends_when_asked_to(tmp_path):
+    status = native.build(tmp_path, is_cancelled=lambda: True)
+    assert not status.is_available
+    assert "stopped" in status.reason
+    assert not list(tmp_path.iterdir())
 
 
 def test_wrong_results_are_found(native_kernels, monkeypatch):
@@ -116,7 +142,8 @@ def test_two_builds_at_once_leave_one_library(native_cache, tmp_path):
     for thread in threads:
         thread.join()
     assert results == [native.NativeStatus(True)] * 2
-    assert list(tmp_path.iterdir()) == [native.library_path(tmp_path)]
+    library = native.library_path(tmp_path)
+    assert {*tmp_path.iterdir()} == {library, native._digest_path(library)}
     assert in_child(LOAD, tmp_path) == "True"
 
 

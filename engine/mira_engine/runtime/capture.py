@@ -11,10 +11,12 @@ Source: Specter, Overlap-Oriented Parallelism Optimizer (its graph capture), for
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,18 +31,22 @@ import transformers
 from mira_kernels import native
 from torch import nn
 
+from ..config import format_bytes
 from ..model.linear import dense_groups, split_census
 from ..model.operators import StepBinding, bound
 from ..model.steps import StepSpec, other_dtypes, step_arguments
 from ..types import DraftDense
 
-STEP_VERSION = 2
+STEP_VERSION = 3
 """Raised when what a step's graph calls changes."""
 
 MAX_STEPS = 8
 """Most steps of one loaded model. Each K in use needs three; more run uncompiled."""
 
+UNCOMPILED = "Steps run uncompiled, several times slower."
+
 _MAX_KEPT_FILES = 48
+_MIN_FREE_BYTES = 128 * 2**20
 _COMPILER_BYTES = 1536 * 2**20
 """Free memory that the compiling process must find. Measured 2026-11-30 with the built-in
 model: 1.1 GiB."""
@@ -179,12 +185,19 @@ class StepCapture:
     def _run(self) -> None:
         started = time.perf_counter()
         try:
+            if not self._has_room():
+                return
             if not native.is_loaded():
+                self._notify(
+                    "steps",
+                    "C++ kernels are being compiled, once, beside everything else; "
+                    "replies get faster then.",
+                )
                 status = native.build(self._cache_dir, is_cancelled=self._closed.is_set)
                 if self._closed.is_set():
                     return
                 if not status.is_available:
-                    self._notify("no-native-kernels", f"Steps run uncompiled: {status.reason}")
+                    self._notify("no-native-kernels", f"{status.reason} {UNCOMPILED}")
                     return
             if self._is_split and not self.census:
                 self.census = split_census(dense_groups(self._model))
@@ -195,28 +208,48 @@ class StepCapture:
             if missing and self._has_memory():
                 self._notify(
                     "steps",
-                    "Steps are being compiled beside the chat, once; replies get faster then.",
+                    f"{len(missing)} steps are being compiled, once for this model and K, for "
+                    "a minute or so; replies get faster then.",
                 )
                 self._compile(missing)
                 if self.num_compiled:
                     self._notify(
                         "steps",
                         f"{self.num_compiled} steps were compiled in "
-                        f"{time.perf_counter() - started:.0f} s; the next reply uses them.",
+                        f"{time.perf_counter() - started:.0f} s and are kept.",
                     )
         except OSError as error:
-            self._notify("uncompiled", f"Steps run uncompiled: {error}.")
+            with contextlib.suppress(OSError):  # The app itself may be what is gone.
+                self._notify("uncompiled", f"{UNCOMPILED} {self._cache_dir}: {error.strerror}.")
         finally:
             self.seconds = time.perf_counter() - started
             self._done.set()
+
+    def _has_room(self) -> bool:
+        self._cache_dir.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(self._cache_dir).free
+        if free < _MIN_FREE_BYTES and not self.are_all_kept():
+            self._notify(
+                "uncompiled",
+                f"{UNCOMPILED} That takes {format_bytes(_MIN_FREE_BYTES)} of disk for kernels and "
+                f"steps; {self._cache_dir} has {format_bytes(free)}.",
+            )
+            return False
+        return True
+
+    def are_all_kept(self) -> bool:
+        """Whether all that is wanted lies on the disk already."""
+        return native.is_built(self._cache_dir) and all(
+            self._path(spec).is_file() for spec in self._wanted
+        )
 
     def _has_memory(self) -> bool:
         available = psutil.virtual_memory().available
         if available < _COMPILER_BYTES:
             self._notify(
                 "uncompiled",
-                f"Steps run uncompiled: compiling takes {_COMPILER_BYTES / 2**30:g} GiB of "
-                f"memory for a minute, {available / 2**30:.1f} GiB are free.",
+                f"{UNCOMPILED} Compiling takes {format_bytes(_COMPILER_BYTES)} of memory for a "
+                f"minute; {format_bytes(available)} are free.",
             )
             return False
         return True
@@ -258,9 +291,8 @@ class StepCapture:
                 self._on_line(line)
             code = process.wait()
             if code and not self._closed.is_set():
-                self._notify(
-                    "uncompiled", f"Some steps run uncompiled: the compiler ended ({code})."
-                )
+                how = f"died of signal {-code}" if code < 0 else f"failed with status {code}"
+                self._notify("uncompiled", f"Some steps run uncompiled: compiling them {how}.")
         finally:
             assert process.stdin is not None
             process.stdin.close()
@@ -296,14 +328,18 @@ class StepCapture:
         if self._closed.is_set() or not path.is_file():
             return False
         try:
-            weights = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+            told = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+            if told["spec"] != spec.to_json():
+                raise ValueError("its list of weights is another step's")
+            weights = told["weights"]
             import torch._inductor
 
             run = torch._inductor.CompiledArtifact.load(path=str(path), format="binary")
             path.touch()
         except Exception as error:  # noqa: BLE001 - a damaged file fails in any way
-            path.unlink(missing_ok=True)
-            if is_new:
+            if native.compiler() is not None:
+                path.unlink(missing_ok=True)  # It can be made again.
+            if is_new or native.compiler() is None:
                 self._notify("uncompiled", f"The {spec} runs uncompiled: {error}.")
             return False
         if not is_new:

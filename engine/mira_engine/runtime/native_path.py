@@ -24,7 +24,7 @@ from ..model.linear import DenseSwitch, arrange_dense, limit_draft_words
 from ..model.loader import TORCH_DTYPES
 from ..model.steps import StepSpec
 from ..types import CompileMode, ComputeDtype, DraftDense, ExpertId
-from .capture import OnNotice, StepCapture
+from .capture import UNCOMPILED, OnNotice, StepCapture
 from .executor import ExpertExecutor
 from .fused import FusedExperts, is_fusable
 from .passes import ModelPasses
@@ -88,13 +88,15 @@ class NativePath:
     def start(self, is_cancelled: Callable[[], bool]) -> None:
         """Takes up native kernels that are there, and has the rest made in the background.
 
-        With `CompileMode.WAIT` it waits until all is made or somebody asks to stop.
+        With `CompileMode.WAIT` it waits until all is made or somebody asks to stop. What was
+        made at an earlier start is always waited for: that takes seconds, and the first
+        reply has it.
         """
         if native.is_built(self._cache_dir) and not self._use_native():
             return
         dtype = TORCH_DTYPES[self._config.dtype]
         self.capture.start(self.wanted_steps(), dtype, self._census)
-        if self._config.compile_mode is CompileMode.WAIT:
+        if self._config.compile_mode is CompileMode.WAIT or self.capture.are_all_kept():
             self.capture.wait(is_cancelled)
             self.take()
 
@@ -114,8 +116,8 @@ class NativePath:
         if not self._passes.state.is_static:
             self._notify(
                 "uncompiled",
-                f"Steps run uncompiled: {self._model.config.model_type} models keep sliding "
-                "windows or running states.",
+                f"{UNCOMPILED} {self._model.config.model_type} models keep sliding windows or "
+                "running states.",
             )
             return []
         k = self._plan.num_draft_tokens
@@ -147,7 +149,7 @@ class NativePath:
         status = native.load(self._cache_dir)
         if not status.is_available:
             self._is_off = True
-            self._notify("no-native-kernels", f"Steps run uncompiled: {status.reason}")
+            self._notify("no-native-kernels", f"{status.reason} {UNCOMPILED}")
             return False
         self.is_native = True
         self._census = arrange_dense(self._model, self._plan.draft_dense, self._switch)

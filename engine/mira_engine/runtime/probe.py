@@ -52,7 +52,7 @@ class MachineProfile:
         except (OSError, ValueError):
             return
         if isinstance(read, dict):
-            self._numbers = {k: v for k, v in read.items() if isinstance(v, int)}
+            self._numbers = {k: v for k, v in read.items() if isinstance(v, int) and v >= 0}
 
     def get(self, name: str, measure: Callable[[], int]) -> int:
         """Returns the number of this name; measures and keeps it where there is none yet."""

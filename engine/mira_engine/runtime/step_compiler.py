@@ -68,7 +68,8 @@ def _compile(job: dict[str, Any], step: dict[str, str]) -> dict[str, str]:
         partial = path.with_suffix(f".{os.getpid()}")
         compiled.save(path=str(partial), format="binary")
         names = path.with_suffix(".json")
-        names.write_text(json.dumps(traced.weights), encoding="utf-8")
+        told = {"spec": step["spec"], "weights": traced.weights}
+        names.write_text(json.dumps(told), encoding="utf-8")
         partial.replace(path)
     except UnsupportedModelError as error:
         return {"spec": step["spec"], "error": error.message}
