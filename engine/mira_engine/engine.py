@@ -9,15 +9,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import torch
-from mira_kernels import native
 from mira_kernels.weights import Int4Layout
 
-from .checkpoint.experts import expert_modules_of
 from .checkpoint.store import ExpertStore
 from .config import EngineConfig, MemoryAmount, SamplingConfig, format_bytes
 from .errors import (
@@ -40,23 +37,27 @@ from .events import (
     TokenDelta,
 )
 from .library import ModelHome
-from .model.chat import ChatRenderer, Detokeniser, end_token_ids, load_tokenizer
+from .model.chat import (
+    ChatRenderer,
+    Detokeniser,
+    end_token_ids,
+    has_tokenizer,
+    load_tokenizer,
+)
 from .model.experts import stamp
 from .model.facts import context_length, gather_facts, longest_context
 from .model.kv import StateManager
-from .model.linear import DenseSwitch, arrange_dense, limit_draft_words
-from .model.loader import TORCH_DTYPES, load_backbone
+from .model.linear import DenseSwitch
+from .model.loader import load_backbone
 from .model.sampling import Sampler
-from .model.steps import StepSpec
 from .policy.budget import plan_memory
 from .policy.eviction import EVICTION_POLICIES, preferred_eviction
 from .policy.lookahead import ExpertLookaheadBuffer
 from .policy.residency import ResidencyTable
-from .runtime.capture import StepCapture
 from .runtime.disk import DiskTransfer
 from .runtime.draft import DraftStage
 from .runtime.executor import ExpertExecutor
-from .runtime.fused import FusedExperts, is_fusable
+from .runtime.native_path import NativePath
 from .runtime.passes import ModelPasses
 from .runtime.probe import bound_kernel_cache, default_num_threads
 from .runtime.slots import DraftArena, SlotArena, SlotBinder, slot_planes
@@ -65,7 +66,6 @@ from .runtime.transfer import LinkThrottle
 from .types import (
     CompileMode,
     ComputeDtype,
-    DraftDense,
     ExpertId,
     FinishReason,
     Phase,
@@ -111,6 +111,9 @@ class Engine:
         self._target, self._draft_source = _open_stores(home, config.precision)
         self.plan = self._make_plan()
         self._arrange_device()
+        if is_cancelled():
+            self.close()
+            check_cancelled(is_cancelled)
         self.load_s = time.perf_counter() - started
 
     @classmethod
@@ -182,9 +185,9 @@ class Engine:
         folder = self.home.backbone_dir
         check_cancelled(self._is_load_cancelled)
         self.model = load_backbone(folder, config.dtype)
-        self._switch = DenseSwitch()
+        switch = DenseSwitch()
         check_cancelled(self._is_load_cancelled)
-        self._tokenizer = load_tokenizer(folder) if _has_tokenizer(folder) else None
+        self._tokenizer = load_tokenizer(folder) if has_tokenizer(folder) else None
         self._end_ids = end_token_ids(folder, self.model.config, self._tokenizer)
         self.context_length = context_length(self.model.config, config.context_length)
         has_draft = self.plan.num_draft_tokens > 0
@@ -196,7 +199,7 @@ class Engine:
                 self._draft_source.format.draft_plane,
                 is_cancelled=self._is_load_cancelled,
             )
-        self._slots = SlotArena(
+        slots = SlotArena(
             self.plan.num_slots,
             slot_planes(self._target.format, has_draft=has_draft),
             self._target.format,
@@ -214,19 +217,19 @@ class Engine:
             )
         self.transfer = DiskTransfer(
             locate=self._locate,
-            planes=self._slots.planes,
-            slot_buffers=self._slots.buffers,
+            planes=slots.planes,
+            slot_buffers=slots.buffers,
             num_threads=config.num_reader_threads,
             is_direct=config.is_direct_io,
             throttle=throttle,
         )
         self.lookahead = ExpertLookaheadBuffer(manifest.num_layers, manifest.num_experts)
         eviction = config.eviction or preferred_eviction(self.plan.num_draft_tokens)
-        self._bind = SlotBinder(self._target.format, self._slots, draft)
+        bind = SlotBinder(self._target.format, slots, draft)
         self.executor = ExpertExecutor(
             residency=ResidencyTable(self.plan.num_slots, EVICTION_POLICIES[eviction]()),
             transfer=self.transfer,
-            bind=self._bind,
+            bind=bind,
             draft=draft,
             lookahead=self.lookahead,
         )
@@ -242,12 +245,7 @@ class Engine:
         )
         self._num_verified = 0
         """Cached tokens whose state the target made; a draft in progress adds others."""
-        self.passes = ModelPasses(self.model, self.executor, self.state, self._switch)
-        self._capture: StepCapture | None = None
-        self._is_native = False
-        self._census: dict[str, int] = {}
-        if self._cache_dir is not None:
-            self._start_capture(self._cache_dir)
+        self.passes = ModelPasses(self.model, self.executor, self.state, switch)
         self._tell_load_fallbacks()
         self.draft_stage = DraftStage(
             self.passes,
@@ -255,93 +253,33 @@ class Engine:
             is_prefetch_enabled=config.is_prefetch_enabled,
             num_reserved_slots=min(2, self.plan.num_slots - 1),
         )
-
-    def _start_capture(self, cache_dir: Path) -> None:
-        """Takes up native kernels that are there, and has the rest made in the background."""
-        if native.is_built(cache_dir):
-            if not self._load_native(cache_dir):
-                return
-            self._use_native()
-        self._capture = StepCapture(
-            self.model, self.home.backbone_dir, cache_dir, on_notice=self._notice
-        )
-        dtype = TORCH_DTYPES[self.config.dtype]
-        self._capture.start(self._wanted_steps(), dtype, self._census)
-        if self.config.compile_mode is CompileMode.WAIT:
-            self._capture.wait(self._is_load_cancelled)
-            check_cancelled(self._is_load_cancelled)
-
-    def _wanted_steps(self) -> list[StepSpec]:
-        """The steps of the loop: decoding, or drafting and verifying K tokens."""
-        if not self.state.is_static:
-            self._notice(
-                "uncompiled",
-                f"Steps run uncompiled: {self.model.config.model_type} models keep sliding "
-                "windows or running states.",
+        self.native_path: NativePath | None = None
+        if self._cache_dir is not None:
+            self.native_path = NativePath(
+                model=self.model,
+                folder=folder,
+                config=config,
+                plan=self.plan,
+                cache_dir=self._cache_dir,
+                passes=self.passes,
+                executor=self.executor,
+                switch=switch,
+                target=self._target,
+                draft_source=self._draft_source,
+                slots=slots,
+                bind=bind,
+                on_notice=self._notice,
             )
-            return []
-        plan = self.plan
-        base = StepSpec(
-            dtype=self.config.dtype,
-            is_native=self.config.dtype is ComputeDtype.BFLOAT16,
-            draft_dense=plan.draft_dense,
-            draft_words=self._draft_words,
-            is_draft=False,
-            num_tokens=1,
-        )
-        if not plan.num_draft_tokens:
-            return [base]
-        draft = replace(base, is_draft=True)
-        return [draft, replace(base, num_tokens=plan.num_draft_tokens + 1), base]
-
-    @property
-    def _draft_words(self) -> int | None:
-        """Tokens that a draft chooses among, `None` for all."""
-        words = self.config.draft_words
-        vocabulary = self.model.config.get_text_config().vocab_size
-        if self.plan.draft_dense is DraftDense.TARGET or not words or words >= vocabulary:
-            return None
-        return words
+            self.native_path.start(self._is_load_cancelled)
 
     def take_compiled(self) -> None:
-        """Takes up what the background has made. Between replies only: roundings differ.
+        """Takes up what the background has compiled. Between replies only.
 
         The first time it can take a second. Every reply begins with it; to call it when a
         reply has ended spares the next one that second.
         """
-        if self._capture is None or self._cache_dir is None:
-            return
-        if not self._is_native and self._capture.is_native_ready:
-            if not self._load_native(self._cache_dir):
-                return
-            self._use_native()
-        if self._is_native:
-            self.passes.add_steps(self._capture.take_ready())
-
-    def _load_native(self, cache_dir: Path) -> bool:
-        status = native.load(cache_dir)
-        if not status.is_available:
-            self._tell_once("no-native-kernels", f"Steps run uncompiled: {status.reason}")
-        return status.is_available
-
-    def _use_native(self) -> None:
-        """Switches dense layers, experts and the draft to the native kernels."""
-        self._is_native = True
-        self._census = arrange_dense(self.model, self.plan.draft_dense, self._switch)
-        limit_draft_words(self.model, self._draft_words)
-        fmt, draft = self._target.format, self.executor.draft
-        modules = [module for _, module in expert_modules_of(self.model)]
-        if is_fusable(fmt, modules):
-            self.executor.use_fused(
-                FusedExperts(
-                    fmt,
-                    self._slots,
-                    self._bind,
-                    self._target.manifest.num_experts,
-                    draft,
-                    self._draft_source.format,
-                )
-            )
+        if self.native_path is not None:
+            self.native_path.take()
 
     def _tell_load_fallbacks(self) -> None:
         """Says what is slower or less exact here than it could be."""
@@ -553,8 +491,8 @@ class Engine:
 
     def close(self) -> None:
         """Stops the readers and what is compiled in the background, gives the memory back."""
-        if self._capture is not None:
-            self._capture.close()
+        if self.native_path is not None:
+            self.native_path.close()
         self.transfer.close()
 
 
@@ -569,7 +507,3 @@ def _open_stores(home: ModelHome, precision: Precision) -> tuple[ExpertStore, Ex
     if target.format.draft_plane is not None:
         return target, target
     return target, ExpertStore.open(home.store_dir(Precision.INT4))
-
-
-def _has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))

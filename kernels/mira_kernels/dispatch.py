@@ -7,6 +7,9 @@ the first product or between replies. Knows no model and no store. Any thread.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -38,6 +41,7 @@ MAX_ROWS_INT8 = 11
 #   int8          .71 / .59  .71 / .60  .85 / .71  1.03 / .86 1.19 / 1.38
 #   int4          .52 / .48  .52 / .50  .48 / .46  .49 / .47  .48 / .47
 #   nested        .38 / .35  .37 / .36  .37 / .20  .48 / .25  .62 / .35
+# They hold until `use_native_limit` says what was measured on the machine at hand.
 # With weights that no cache holds a single row gains more: `tests/bench/kernels.py`.
 
 MAX_ROWS_NATIVE_DENSE = 22
@@ -51,6 +55,49 @@ MAX_ROWS_NATIVE_INT4 = 48
 
 MAX_ROWS_NATIVE_NESTED = 48
 """Most rows for the native nested kernel."""
+
+
+_native_limits: dict[type[Weight], int] = {
+    DenseWeight: MAX_ROWS_NATIVE_DENSE,
+    Int8Weight: MAX_ROWS_NATIVE_INT8,
+    Int4Weight: MAX_ROWS_NATIVE_INT4,
+    NestedWeight: MAX_ROWS_NATIVE_NESTED,
+}
+
+
+def use_native_limit(kind: type[Weight], num_rows: int) -> None:
+    """Sets the most rows for the native kernel of a kind of weight.
+
+    Results are rounded otherwise afterwards: before the first product or between replies.
+    """
+    _native_limits[kind] = num_rows
+
+
+def measure_native_limit(weight: Weight, dtype: torch.dtype = torch.bfloat16) -> int:
+    """Measures up to how many rows the native kernel is the fastest for this matrix.
+
+    The fastest of three products each, some 20 ms for half a million weights. Returns a
+    multiple of 8, at most 48; 0 where the native kernel does not take the weight.
+    """
+    best = 0
+    for num_rows in range(8, native.MAX_ROWS + 1, 8):
+        x = torch.ones(num_rows, weight.shape[1], dtype=dtype)
+        if _native_product(x, weight) is None:
+            return best
+        own = _fastest(lambda x=x: _native_product(x, weight))
+        if own > _fastest(lambda x=x: _other_product(x, weight)):
+            return best
+        best = num_rows
+    return best
+
+
+def _fastest(product: Callable[[], object]) -> float:
+    times = []
+    for _ in range(3):
+        started = time.perf_counter()
+        product()
+        times.append(time.perf_counter() - started)
+    return min(times)
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
@@ -77,28 +124,28 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     return y if bias is None else y.add_(bias)
 
 
-def _native_linear(x: Tensor, weight: Weight) -> Tensor | None:
-    """`x @ W.T` by the C++ kernels, `None` where they do not do it or others are faster."""
-    num_rows, ops = x.shape[0], torch.ops.mira
+def _native_product(x: Tensor, weight: Weight) -> Tensor | None:
+    """`x @ W.T` by the C++ kernels, `None` where they do not take the weight."""
+    ops = torch.ops.mira
     match weight:
         case DenseWeight(data=data):
-            if num_rows > MAX_ROWS_NATIVE_DENSE or data.dtype is not torch.bfloat16:
+            if data.dtype is not torch.bfloat16:
                 return None
             return ops.dense_linear(x, data, None) if data.is_contiguous() else None
         case Int8Weight(codes=codes, scale=scale):
-            if num_rows > MAX_ROWS_NATIVE_INT8 or not codes.is_contiguous():
+            if not codes.is_contiguous():
                 return None
             if weight.scale_axis == 1:
                 scaled = x * scale.reshape(-1)
                 return ops.int8_linear(scaled, codes, cpu.ones(codes.shape[0]), None)
             return ops.int8_linear(x, codes, scale.reshape(-1).float(), None)
         case Int4Weight(layout=layout):
-            if num_rows > MAX_ROWS_NATIVE_INT4 or not layout.is_packed:
+            if not layout.is_packed:
                 return None
             packed, scales = weight.packed.contiguous(), weight.scales.contiguous()
             return ops.int4_linear(x, packed, scales, weight.group_size, layout.block_rows)
         case NestedWeight(hi=hi):
-            if num_rows > MAX_ROWS_NATIVE_NESTED or not hi.layout.is_packed:
+            if not hi.layout.is_packed:
                 return None
             packed, scales, lo = hi.packed.contiguous(), hi.scales.contiguous(), weight.lo
             block_rows = hi.layout.block_rows
@@ -106,10 +153,15 @@ def _native_linear(x: Tensor, weight: Weight) -> Tensor | None:
 
 
 def _bfloat16_linear(x: Tensor, weight: Weight) -> Tensor:
-    if native.is_loaded():
-        y = _native_linear(x, weight)
+    if native.is_loaded() and x.shape[0] <= _native_limits[type(weight)]:
+        y = _native_product(x, weight)
         if y is not None:
             return y
+    return _other_product(x, weight)
+
+
+def _other_product(x: Tensor, weight: Weight) -> Tensor:
+    """`x @ W.T` in bfloat16 without the C++ kernels."""
     kind, num_rows = type(weight), x.shape[0]
     if kind is NestedWeight:
         if num_rows <= MAX_ROWS_NESTED and weight.hi.layout is cpu.native_int4_layout():
@@ -147,11 +199,11 @@ def describe() -> tuple[str, ...]:
     dense = "torch linear"
     int8 = f"packed kernel ({capability}) up to {MAX_ROWS_INT8} rows, then unpacked"
     if native.is_loaded():
-        dense = f"native kernel up to {MAX_ROWS_NATIVE_DENSE} rows, then torch linear"
-        int8 = f"native kernel up to {MAX_ROWS_NATIVE_INT8} rows, then unpacked"
+        dense = f"native kernel up to {_native_limits[DenseWeight]} rows, then torch linear"
+        int8 = f"native kernel up to {_native_limits[Int8Weight]} rows, then unpacked"
         packed = "native kernel (packed layouts) up to"
-        int4 = f"{packed} {MAX_ROWS_NATIVE_INT4} rows, then unpacked"
-        nested = f"{packed} {MAX_ROWS_NATIVE_NESTED} rows, then unpacked"
+        int4 = f"{packed} {_native_limits[Int4Weight]} rows, then unpacked"
+        nested = f"{packed} {_native_limits[NestedWeight]} rows, then unpacked"
     return (
         f"dense: {dense}",
         f"int8: {int8}",

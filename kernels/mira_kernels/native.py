@@ -13,10 +13,13 @@ import hashlib
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,7 +37,9 @@ _COMPILERS = ("c++", "g++", "clang++")
 # torch's own threads run the loops (`torch_parallel_for`), so nothing of OpenMP is needed:
 # a second OpenMP library would bring a second pool of threads.
 _FLAGS = ("-O3", "-march=native", "-std=c++20", "-fPIC", "-shared", "-w", "-fno-math-errno")
+_BUILD_PREFIX = "mira_build-"
 _BUILD_TIMEOUT_S = 600
+_LEFT_OVER_S = 3600
 _PROOF_TIMEOUT_S = 120
 
 _lock = threading.Lock()
@@ -115,11 +120,12 @@ def is_built(cache_dir: Path) -> bool:
     return library_path(cache_dir).is_file()
 
 
-def build(cache_dir: Path) -> NativeStatus:
+def build(cache_dir: Path, *, is_cancelled: Callable[[], bool] = lambda: False) -> NativeStatus:
     """Compiles the kernels into `cache_dir`, as a child process of low priority.
 
     The new library is proved in a child process before it gets its name; older ones are
-    removed. A library that is there already is made anew.
+    removed. A library that is there already is made anew. Asked ten times a second,
+    `is_cancelled` ends it.
     """
     chosen = compiler()
     if chosen is None:
@@ -129,11 +135,11 @@ def build(cache_dir: Path) -> NativeStatus:
     target = library_path(cache_dir)
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="mira_build-", dir=cache_dir) as folder:
+        with tempfile.TemporaryDirectory(prefix=_BUILD_PREFIX, dir=cache_dir) as folder:
             made = Path(folder) / target.name
-            status = _compile(chosen, made)
+            status = _compile(chosen, made, is_cancelled=is_cancelled)
             if status.is_available:
-                status = _prove_in_child(made)
+                status = _prove_in_child(made, is_cancelled)
             if status.is_available:
                 os.replace(made, target)
     except OSError as error:
@@ -143,7 +149,51 @@ def build(cache_dir: Path) -> NativeStatus:
     return status
 
 
-def _compile(chosen: str, made: Path, extra_flags: tuple[str, ...] = ()) -> NativeStatus:
+def _run_child(
+    command: list[str],
+    timeout_s: float,
+    is_cancelled: Callable[[], bool],
+    env: dict[str, str] | None = None,
+) -> tuple[int, str]:
+    """Runs a command to its end. Returns its exit status and what it wrote to stderr.
+
+    Raises:
+        subprocess.TimeoutExpired: It took too long, or somebody asked to stop; it is killed.
+        OSError: It cannot be started.
+    """
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env=env,
+        start_new_session=True,  # So that a compiler's own children end with it.
+    )
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            _, told = process.communicate(timeout=0.1)
+            return process.returncode, told
+        except subprocess.TimeoutExpired:
+            if time.monotonic() < deadline and not is_cancelled():
+                continue
+            if hasattr(os, "killpg"):
+                os.killpg(process.pid, signal.SIGKILL)
+            else:
+                process.kill()
+            process.communicate()
+            raise
+
+
+def _compile(
+    chosen: str,
+    made: Path,
+    extra_flags: tuple[str, ...] = (),
+    *,
+    is_cancelled: Callable[[], bool] = lambda: False,
+) -> NativeStatus:
     command = [chosen, *_FLAGS, *extra_flags]
     command += [f"-I{path}" for path in cpp_extension.include_paths()]
     command += [str(_SOURCES / _MAIN_SOURCE), "-o", str(made)]
@@ -153,30 +203,24 @@ def _compile(chosen: str, made: Path, extra_flags: tuple[str, ...] = ()) -> Nati
     if nice is not None:
         command = [nice, "-n", "10", *command]
     try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_BUILD_TIMEOUT_S,
-            check=False,
-        )
+        code, told = _run_child(command, _BUILD_TIMEOUT_S, is_cancelled)
     except subprocess.TimeoutExpired:
-        return NativeStatus(
-            False, f"Native kernels are off: {chosen} took over {_BUILD_TIMEOUT_S} s."
-        )
+        reason = "it was stopped" if is_cancelled() else f"took over {_BUILD_TIMEOUT_S} s"
+        return NativeStatus(False, f"Native kernels are off: {chosen}: {reason}.")
     except OSError as error:
         return NativeStatus(False, f"Native kernels are off: {chosen} did not run ({error}).")
-    if done.returncode == 0 and made.is_file():
+    if code == 0 and made.is_file():
         return NativeStatus(True)
-    lines = [line for line in done.stderr.splitlines() if "error" in line]
-    lines = lines or done.stderr.splitlines()[-1:] or [f"exit status {done.returncode}"]
+    lines = [line for line in told.splitlines() if "error" in line]
+    lines = lines or told.splitlines()[-1:] or [f"exit status {code}"]
     return NativeStatus(
         False, f"Native kernels are off: {chosen} failed ({lines[0].strip()[:200]})."
     )
 
 
-def _prove_in_child(library: Path) -> NativeStatus:
+def _prove_in_child(
+    library: Path, is_cancelled: Callable[[], bool] = lambda: False
+) -> NativeStatus:
     """Loads and proves a new library where a forbidden instruction does no harm."""
     code = (
         "import sys; sys.path[:0] = sys.argv[2:]\n"
@@ -185,29 +229,27 @@ def _prove_in_child(library: Path) -> NativeStatus:
         "sys.exit(native._load_file(Path(sys.argv[1])).reason or 0)"
     )
     package = str(Path(__file__).parent.parent)
+    command = [sys.executable, "-c", code, str(library), package]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", code, str(library), package],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_PROOF_TIMEOUT_S,
-            check=False,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+        status, told = _run_child(command, _PROOF_TIMEOUT_S, is_cancelled, environ)
     except (OSError, subprocess.TimeoutExpired) as error:
         return NativeStatus(False, f"Native kernels are off: their trial did not run ({error}).")
-    if done.returncode == 0:
+    if status == 0:
         return NativeStatus(True)
-    if done.returncode < 0:
+    if status < 0:
         return NativeStatus(
-            False, f"Native kernels are off: they died of signal {-done.returncode} when tried."
+            False, f"Native kernels are off: they died of signal {-status} when tried."
         )
-    lines = done.stderr.strip().splitlines() or ["no message"]
+    lines = told.strip().splitlines() or ["no message"]
     return NativeStatus(False, lines[-1])
 
 
 def _remove_older(cache_dir: Path, current: Path) -> None:
+    """Removes other libraries, and what builds that were killed left an hour ago or more."""
+    for folder in cache_dir.glob(f"{_BUILD_PREFIX}*"):
+        if time.time() - folder.stat().st_mtime > _LEFT_OVER_S:
+            shutil.rmtree(folder, ignore_errors=True)
     for path in cache_dir.glob(f"{_PREFIX}*{_SUFFIX}"):
         if path != current:
             path.unlink(missing_ok=True)

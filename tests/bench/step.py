@@ -251,7 +251,7 @@ def dense_seconds(engine: Engine, num_rows: int, is_draft: bool, rounds: int) ->
             width = (module.high if isinstance(module, SplitRows) else module.weight).shape[1]
             x = torch.randn(num_rows, width, dtype=torch.bfloat16)
             products.append((part, module.forward, x))
-    engine._switch.is_drafting = is_draft
+    engine.passes._switch.is_drafting = is_draft
     times: dict[str, list[float]] = defaultdict(list)
     for _ in range(rounds):
         taken: dict[str, float] = defaultdict(float)

@@ -16,9 +16,10 @@ from mira_engine.config import EngineConfig, MemoryAmount, SamplingConfig
 from mira_engine.engine import Engine
 from mira_engine.events import Notice
 from mira_engine.library import ModelHome, ModelLibrary
+from mira_engine.model.steps import StepSpec
 from mira_engine.prepare import prepare
 from mira_engine.runtime import capture
-from mira_engine.types import CompileMode, ComputeDtype, Phase, Precision
+from mira_engine.types import CompileMode, ComputeDtype, DraftDense, Phase, Precision
 from transformers import AutoModelForCausalLM
 
 COMPILED = (
@@ -156,13 +157,13 @@ def test_compiled_steps_equal_transformers_whatever_is_resident(
         eos_token_id=None,
         pad_token_id=0,
     )[0, len(prompt) :].tolist()
-    speculating._capture.wait(lambda: False)
+    speculating.native_path.capture.wait(lambda: False)
     assert _greedy(speculating, prompt) == text
     stats = speculating.stats()
     assert stats.num_drafted > 0
     assert stats.num_compiled_passes > stats.num_rounds * 2
     plain = load(home)
-    assert plain._capture.num_compiled == 0, "the step of one token was compiled before"
+    assert plain.native_path.capture.num_compiled == 0, "the step of one token was compiled before"
     assert _greedy(plain, prompt) == text
     assert plain.stats().num_eager_passes == 1, "only the prompt"
     tight = load(home, budget=MemoryAmount(num_bytes=plain._top_k * plain.plan.slot_bytes))
@@ -214,9 +215,8 @@ def test_second_start_compiles_nothing(
 
     monkeypatch.setattr(subprocess, "Popen", refuse)
     again = load(home, num_draft_tokens=K)
-    assert (again._capture.num_compiled, again._capture.num_reused) == (0, 3)
-    assert again._capture.is_done
-    again.take_compiled()
+    assert (again.native_path.capture.num_compiled, again.native_path.capture.num_reused) == (0, 3)
+    assert again.native_path.capture.is_done
     assert len(again.passes._steps) == 3
 
 
@@ -237,7 +237,7 @@ def test_load_and_first_token_do_not_wait_for_compiling(
     text = _greedy(engine, prompt)
     assert engine.stats().num_compiled_passes == 0
     may_compile.set()
-    engine._capture.wait(lambda: False)
+    engine.native_path.capture.wait(lambda: False)
     engine.state.reset()
     assert _greedy(engine, prompt) == text
     assert engine.stats().num_eager_passes == 1, "only the prompt"
@@ -258,11 +258,11 @@ def test_no_compiler_is_one_line_and_the_reply_comes(
 def test_damaged_step_is_compiled_again(prepared: Callable[..., ModelHome], load: Loaded) -> None:
     home = prepared("olmoe", has_windows=False)
     engine = load(home)
-    (spec,) = engine._capture._wanted
-    path = engine._capture._path(spec)
+    (spec,) = engine.native_path.capture._wanted
+    path = engine.native_path.capture._path(spec)
     path.write_bytes(path.read_bytes()[:1000])
     again = load(home)
-    assert (again._capture.num_compiled, again._capture.num_reused) == (1, 0)
+    assert (again.native_path.capture.num_compiled, again.native_path.capture.num_reused) == (1, 0)
     assert _greedy(again, _prompt()) == _greedy(engine, _prompt())
 
 
@@ -274,7 +274,7 @@ def test_closing_ends_the_compiling_process(
         (tmp_path / "cache" / library.name).hardlink_to(library)
     loaded = Loaded(tmp_path / "cache")
     engine = loaded(prepared("granitemoe", has_windows=False), compile_mode=CompileMode.AUTO)
-    while not (children := _compilers()) and not engine._capture.is_done:
+    while not (children := _compilers()) and not engine.native_path.capture.is_done:
         pass
     assert children
     engine.close()
@@ -308,11 +308,16 @@ def test_compiling_process_ends_when_its_engine_is_killed(tmp_path: Path) -> Non
 
 def test_many_steps_are_bounded(prepared: Callable[..., ModelHome], native_cache: Path) -> None:
     home = prepared("olmoe", has_windows=False)
-    loaded = Loaded(native_cache)
-    engine = loaded(home, compile_mode=CompileMode.OFF)
+    engine = Loaded(native_cache)(home, compile_mode=CompileMode.OFF)
     steps = capture.StepCapture(engine.model, home.backbone_dir, native_cache, lambda *_: None)
-    engine._cache_dir = native_cache
-    (spec,) = engine._wanted_steps()
+    spec = StepSpec(
+        dtype=ComputeDtype.FLOAT32,
+        is_native=False,
+        draft_dense=DraftDense.TARGET,
+        draft_words=None,
+        is_draft=False,
+        num_tokens=1,
+    )
     steps._closed.set()
     steps.start([replace(spec, num_tokens=n) for n in range(1, 40)], torch.float32, {})
     steps.close()

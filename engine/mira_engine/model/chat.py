@@ -17,6 +17,11 @@ _REPLACEMENT = "\ufffd"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a tokenizer lies beside a model."""
+    return any((folder / name).is_file() for name in _TOKENIZER_FILES)
+
+
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """Loads the tokenizer beside a model; never remote code."""
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import threading
@@ -45,6 +46,7 @@ _COMPILER_BYTES = 1536 * 2**20
 model: 1.1 GiB."""
 
 _POLL_S = 0.1
+_LEFT_OVER_S = 3600
 
 OnNotice = Callable[[str, str], None]
 CompiledFunction = Callable[..., Sequence[torch.Tensor]]
@@ -157,10 +159,14 @@ class StepCapture:
         """
         with self._lock:
             landed, self._landed = self._landed, {}
-        return {
-            spec: CompiledStep(run, self._model, weights, spec.num_tokens)
-            for spec, (run, weights) in landed.items()
-        }
+        steps = {}
+        for spec, (run, weights) in landed.items():
+            try:
+                steps[spec] = CompiledStep(run, self._model, weights, spec.num_tokens)
+            except KeyError as error:  # A list of weights that is not this step's.
+                self._path(spec).unlink(missing_ok=True)
+                self._notify("uncompiled", f"The {spec} runs uncompiled: no weight {error}.")
+        return steps
 
     def close(self) -> None:
         """Stops; a compiling process is ended and what it finished is kept."""
@@ -174,7 +180,9 @@ class StepCapture:
         started = time.perf_counter()
         try:
             if not native.is_loaded():
-                status = native.build(self._cache_dir)
+                status = native.build(self._cache_dir, is_cancelled=self._closed.is_set)
+                if self._closed.is_set():
+                    return
                 if not status.is_available:
                     self._notify("no-native-kernels", f"Steps run uncompiled: {status.reason}")
                     return
@@ -238,9 +246,9 @@ class StepCapture:
             [sys.executable, "-m", "mira_engine.runtime.step_compiler", str(job)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
             env=environ,
             text=True,
+            start_new_session=True,  # So that the C++ compilers it starts end with it.
         )
         watcher = threading.Thread(target=self._end_when_closed, args=(process,), daemon=True)
         watcher.start()
@@ -263,7 +271,10 @@ class StepCapture:
     def _end_when_closed(self, process: subprocess.Popen[str]) -> None:
         while process.poll() is None:
             if self._closed.wait(_POLL_S):
-                process.kill()
+                if hasattr(os, "killpg"):
+                    os.killpg(process.pid, signal.SIGKILL)
+                else:
+                    process.kill()
                 return
 
     def _on_line(self, line: str) -> None:
@@ -319,7 +330,10 @@ class StepCapture:
 
 
 def _prune(folder: Path) -> None:
-    """Removes the steps that were not used for longest, beyond what is kept."""
+    """Removes the steps not used for longest, beyond what is kept, and jobs left behind."""
+    for path in folder.glob("job-*.json"):
+        if time.time() - path.stat().st_mtime > _LEFT_OVER_S:
+            path.unlink(missing_ok=True)
     files = sorted(folder.glob("*.bin"), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in files[_MAX_KEPT_FILES:]:
         path.unlink(missing_ok=True)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import torch
@@ -31,3 +35,34 @@ def bound_kernel_cache() -> None:
     the same speed. Has no effect once the process has used the library.
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
+
+
+class MachineProfile:
+    """What was measured on this machine, kept in a file so that it is measured once.
+
+    Args:
+        path: A JSON object of numbers by name. A damaged or missing one is begun anew.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._numbers: dict[str, int] = {}
+        try:
+            read = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return
+        if isinstance(read, dict):
+            self._numbers = {k: v for k, v in read.items() if isinstance(v, int)}
+
+    def get(self, name: str, measure: Callable[[], int]) -> int:
+        """Returns the number of this name; measures and keeps it where there is none yet."""
+        if name not in self._numbers:
+            self._numbers[name] = measure()
+            self._write()
+        return self._numbers[name]
+
+    def _write(self) -> None:
+        partial = self._path.with_suffix(f".{os.getpid()}")
+        with contextlib.suppress(OSError):  # Then it is measured again at the next start.
+            partial.write_text(json.dumps(self._numbers, indent=1), encoding="utf-8")
+            partial.replace(self._path)
