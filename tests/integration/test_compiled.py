@@ -106,6 +106,27 @@ def load(native_cache: Path) -> Iterator[Loaded]:
         engine.close()
 
 
+@pytest.fixture(scope="module")
+def begin(native_cache: Path) -> Iterator[Callable[[str, ModelHome], tuple[Engine, Loaded]]]:
+    """Loads a family's speculating engine, its steps compiled beside what is tested.
+
+    Compiling takes most of these tests' time, on one core: so the next family's is begun
+    before a family is tested.
+    """
+    begun: dict[str, tuple[Engine, Loaded]] = {}
+
+    def load(family: str, home: ModelHome) -> tuple[Engine, Loaded]:
+        if family not in begun:
+            loaded = Loaded(native_cache)
+            engine = loaded(home, num_draft_tokens=K, compile_mode=CompileMode.AUTO)
+            begun[family] = (engine, loaded)
+        return begun[family]
+
+    yield load
+    for engine, _ in begun.values():
+        engine.close()
+
+
 def _greedy(engine: Engine, prompt: list[int], num_tokens: int = NEW_TOKENS) -> list[int]:
     steps = engine.reply(prompt, SamplingConfig(max_new_tokens=num_tokens))
     return [step for step in steps if isinstance(step, int)]
@@ -114,10 +135,17 @@ def _greedy(engine: Engine, prompt: list[int], num_tokens: int = NEW_TOKENS) -> 
 @torch.inference_mode()
 @pytest.mark.parametrize("family", COMPILED)
 def test_compiled_steps_equal_transformers_whatever_is_resident(
-    family: str, prepared: Callable[..., ModelHome], load: Loaded
+    family: str,
+    prepared: Callable[..., ModelHome],
+    begin: Callable[[str, ModelHome], tuple[Engine, Loaded]],
+    load: Loaded,
+    request: pytest.FixtureRequest,
 ) -> None:
     prompt = _prompt()
     home = prepared(family, has_windows=False)
+    speculating, told_by_speculating = begin(family, home)
+    for other in _families_after(request.node)[:1]:
+        begin(other, prepared(other, has_windows=False))
     model = AutoModelForCausalLM.from_pretrained(
         home.checkpoint_dir, dtype=torch.float32, experts_implementation="eager"
     ).eval()
@@ -129,7 +157,7 @@ def test_compiled_steps_equal_transformers_whatever_is_resident(
         eos_token_id=None,
         pad_token_id=0,
     )[0, len(prompt) :].tolist()
-    speculating = load(home, num_draft_tokens=K)
+    speculating.native_path.capture.wait(lambda: False)
     assert _greedy(speculating, prompt) == text
     stats = speculating.stats()
     assert stats.num_drafted > 0
@@ -154,6 +182,13 @@ def test_compiled_steps_equal_transformers_whatever_is_resident(
     assert error <= 1e-5
     assert torch.equal(*logits)
     assert not load.told("uncompiled")
+    assert not told_by_speculating.told("uncompiled")
+
+
+def _families_after(item: pytest.Item) -> list[str]:
+    """Families that this run tests after `item`, in order."""
+    tested = [other for other in item.session.items if other.originalname == item.originalname]
+    return [other.callspec.params["family"] for other in tested[tested.index(item) + 1 :]]
 
 
 @pytest.mark.parametrize("family", NOT_COMPILED)

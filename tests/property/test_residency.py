@@ -7,7 +7,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from mira_engine.policy.base import FetchReason
-from mira_engine.policy.eviction import LruEviction
+from mira_engine.policy.eviction import EvictionPolicy, LfuEviction, LruEviction
 from mira_engine.policy.residency import ResidencyError, ResidencyTable, SlotState
 from mira_engine.types import ExpertId
 
@@ -19,11 +19,18 @@ class ResidencyMachine(RuleBasedStateMachine):
 
     table_class = ResidencyTable
 
+    @staticmethod
+    def make_eviction() -> EvictionPolicy:
+        return LruEviction()
+
     def __init__(self) -> None:
         super().__init__()
-        self.table = self.table_class(4, LruEviction())
+        self.eviction = self.make_eviction()
+        self.table = self.table_class(4, self.eviction)
         self.pins: dict[ExpertId, int] = {}
         self.loading: dict[ExpertId, int] = {}
+        self.unused: set[ExpertId] = set()
+        """Brought by a prefetch for this window and not used yet."""
 
     @rule(
         expert=st.sampled_from(EXPERTS),
@@ -35,8 +42,14 @@ class ResidencyMachine(RuleBasedStateMachine):
             with pytest.raises(ResidencyError):
                 self.table.admit(expert, reason)
             return
+        could_go = {
+            held
+            for held, _ in self.table.residents()
+            if not (held in self.loading or held in self.pins or held in protected)
+        }
         fetch = self.table.admit(expert, reason, protected=protected)
         if fetch is None:
+            assert not could_go
             for slot in range(4):
                 held = self.table.expert_in(slot)
                 assert held in self.loading or held in self.pins or held in protected
@@ -44,7 +57,17 @@ class ResidencyMachine(RuleBasedStateMachine):
         assert fetch.evicted not in self.pins
         assert fetch.evicted not in self.loading
         assert fetch.evicted not in protected
+        if fetch.evicted in self.unused:
+            assert could_go <= self.unused, "somebody else could have gone"
+        self.unused.discard(fetch.evicted)
         self.loading[expert] = fetch.slot
+        if reason is FetchReason.LOOKAHEAD:
+            self.unused.add(expert)
+
+    @rule()
+    def end_window(self) -> None:
+        self.table.end_window()
+        self.unused.clear()
 
     @precondition(lambda self: self.loading)
     @rule(data=st.data(), failed=st.booleans())
@@ -53,6 +76,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         slot = self.loading[expert]
         if failed and expert not in self.pins:
             self.table.abandon(slot)
+            self.unused.discard(expert)
             assert self.table.slot_of(expert) is None
         else:
             self.table.complete(slot)
@@ -65,7 +89,8 @@ class ResidencyMachine(RuleBasedStateMachine):
                 self.table.pin(expert)
             return
         self.table.pin(expert)
-        self.table.use(expert)
+        assert self.table.use(expert) == (expert in self.unused)
+        self.unused.discard(expert)
         self.pins[expert] = self.pins.get(expert, 0) + 1
 
     @rule(expert=st.sampled_from(EXPERTS))
@@ -86,6 +111,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         )
         if is_free_to_go:
             self.table.evict(expert)
+            self.unused.discard(expert)
         else:
             with pytest.raises(ResidencyError):
                 self.table.evict(expert)
@@ -99,6 +125,12 @@ class ResidencyMachine(RuleBasedStateMachine):
             assert self.table.state(slot) is not SlotState.FREE
 
     @invariant()
+    def the_policy_offers_every_resident_once(self) -> None:
+        offered = list(self.eviction.victims())
+        assert len(offered) == len(set(offered))
+        assert set(offered) == {expert for expert, _ in self.table.residents()}
+
+    @invariant()
     def nothing_pinned_or_loading_is_lost(self) -> None:
         for expert in self.pins:
             assert self.table.slot_of(expert) is not None
@@ -107,8 +139,21 @@ class ResidencyMachine(RuleBasedStateMachine):
             assert self.table.state(slot) is SlotState.LOADING
 
 
-TestResidency = ResidencyMachine.TestCase
-TestResidency.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+class LfuMachine(ResidencyMachine):
+    """The same where counts decide, which fade every few uses."""
+
+    @staticmethod
+    def make_eviction() -> EvictionPolicy:
+        return LfuEviction(fade_after=5)
+
+
+_SETTINGS = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+TestResidencyByRecency = ResidencyMachine.TestCase
+TestResidencyByRecency.settings = _SETTINGS
+
+TestResidencyByCounts = LfuMachine.TestCase
+TestResidencyByCounts.settings = _SETTINGS
 
 
 class _ForgetsPins(ResidencyTable):
@@ -121,11 +166,51 @@ class _ForgetsPins(ResidencyTable):
         return None
 
 
-def test_machine_catches_a_table_that_forgets_pins() -> None:
-    class Broken(ResidencyMachine):
-        table_class = _ForgetsPins
+class _ForgetsPrefetches(ResidencyTable):
+    """A planted fault: what a prefetch brought goes like anything else."""
 
-    Broken.TestCase.settings = settings(
+    def _find_victim(self, protected: object) -> ExpertId | None:
+        self._is_prefetched = [False] * self.num_slots
+        return super()._find_victim(protected)
+
+
+class _KeepsClaims(ResidencyTable):
+    """A planted fault: a prefetch's claim outlives the pass it was made for."""
+
+    def end_window(self) -> None:
+        pass
+
+
+class _LosesResidents(LfuEviction):
+    """A planted fault: fading forgets who is there."""
+
+    def _fade(self) -> None:
+        super()._fade()
+        self._by_count.pop(0, None)
+
+
+@pytest.mark.parametrize("machine", [ResidencyMachine, LfuMachine])
+@pytest.mark.parametrize("fault", [_ForgetsPins, _ForgetsPrefetches, _KeepsClaims])
+def test_machine_catches_a_table_that_forgets(
+    machine: type[ResidencyMachine], fault: type[ResidencyTable]
+) -> None:
+    class Broken(machine):
+        table_class = fault
+
+    _run_until_it_fails(Broken)
+
+
+def test_machine_catches_a_policy_that_loses_residents() -> None:
+    class Broken(ResidencyMachine):
+        @staticmethod
+        def make_eviction() -> EvictionPolicy:
+            return _LosesResidents(fade_after=5)
+
+    _run_until_it_fails(Broken)
+
+
+def _run_until_it_fails(machine: type[ResidencyMachine]) -> None:
+    machine.TestCase.settings = settings(
         max_examples=300,
         stateful_step_count=40,
         deadline=None,
@@ -133,8 +218,8 @@ def test_machine_catches_a_table_that_forgets_pins() -> None:
         phases=[Phase.generate],
         report_multiple_bugs=False,
     )
-    with pytest.raises((AssertionError, ResidencyError)):
-        Broken.TestCase("runTest").runTest()
+    with pytest.raises((AssertionError, ResidencyError, KeyError)):
+        machine.TestCase("runTest").runTest()
 
 
 def test_completing_a_slot_twice_raises() -> None:

@@ -5,9 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from mira_app.paths import data_dir, log_dir
+from mira_app.paths import cache_dir, data_dir, log_dir
 from mira_app.settings import load_settings
-from mira_engine.api import ComputeDtype, ConfigError, MemoryAmount, Precision
+from mira_engine.api import (
+    CompileMode,
+    ComputeDtype,
+    ConfigError,
+    DraftDense,
+    MemoryAmount,
+    Precision,
+)
 
 
 def test_defaults_leave_the_engine_its_own():
@@ -25,6 +32,19 @@ def test_flags_win_over_environment_and_environment_over_defaults():
     assert settings.engine.num_draft_tokens == 8
     assert settings.engine.precision is Precision.INT8
     assert settings.engine.dtype is ComputeDtype.FLOAT32
+
+
+def test_compiling_and_the_drafts_layers_are_chosen_by_name():
+    settings = load_settings({}, {})
+    assert settings.engine.compile_mode is CompileMode.AUTO
+    assert settings.engine.draft_dense is DraftDense.AUTO
+    environ = {"MIRA_CHAT_COMPILE": "WAIT", "MIRA_CHAT_DRAFT_DENSE": "int8"}
+    settings = load_settings({}, environ)
+    assert settings.engine.compile_mode is CompileMode.WAIT
+    assert settings.engine.draft_dense is DraftDense.INT8
+    settings = load_settings({"compile": "off", "draft_dense": "split"}, environ)
+    assert settings.engine.compile_mode is CompileMode.OFF
+    assert settings.engine.draft_dense is DraftDense.SPLIT
 
 
 def test_largest_seed_is_taken():
@@ -58,6 +78,8 @@ def test_link_and_sampling_values_are_converted():
         ("link_rate", "fast", "link-rate"),
         ("link_latency", -1, "latency"),
         ("prefetch", "maybe", "yes or no"),
+        ("compile", "later", "off, auto, wait"),
+        ("draft_dense", "int4", "auto, target, split, int8"),
         ("max_tokens", 0, "at least 1"),
         ("colour", "red", "colour"),
         ("seed", -1, "0 to 9223372036854775807"),
@@ -75,5 +97,8 @@ def test_data_dir_variable_moves_data_and_logs(tmp_path):
     environ = {"MIRA_CHAT_DATA_DIR": str(tmp_path)}
     assert data_dir(environ) == tmp_path
     assert log_dir(environ) == tmp_path / "logs"
+    assert cache_dir(environ) == tmp_path / "cache"
     assert data_dir({}).name == "mira-chat"
+    assert "mira-chat" in cache_dir({}).parts
+    assert cache_dir({}) not in (data_dir({}), log_dir({}))
     assert isinstance(log_dir({}), Path)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from mira_engine.config import MemoryAmount
 from mira_engine.errors import BudgetError
 from mira_engine.policy.budget import DEFAULT_NUM_DRAFT_TOKENS, ModelFacts, plan_memory
+from mira_engine.types import DraftDense
 
 MIB = 2**20
 
@@ -22,6 +25,9 @@ FACTS = ModelFacts(
     kv_bytes=2 * MIB,
     workspace_bytes=3 * MIB,
 )
+
+WITH_COPIES = replace(FACTS, draft_copy_bytes=8 * MIB)
+"""Dense layers in bfloat16 that native kernels multiply: 8 MiB as INT8 copies."""
 
 
 def test_plan_share_refers_to_int8_bytes() -> None:
@@ -79,3 +85,58 @@ def test_plan_default_k_is_given_up_visibly() -> None:
     plan, note = plan_memory(FACTS, MemoryAmount(share=0.8), None)
     assert plan.num_draft_tokens == DEFAULT_NUM_DRAFT_TOKENS
     assert not note
+
+
+def test_plan_splits_dense_layers_where_nobody_chose() -> None:
+    for wanted in (DraftDense.AUTO, DraftDense.SPLIT):
+        plan, note = plan_memory(WITH_COPIES, MemoryAmount(share=0.75), 4, wanted)
+        assert (plan.draft_dense, plan.draft_dense_bytes) == (DraftDense.SPLIT, 0)
+        assert plan.num_slots == 50, "splitting takes nothing of the budget"
+        assert not note
+
+
+@pytest.mark.parametrize("wanted", [DraftDense.AUTO, DraftDense.SPLIT, DraftDense.TARGET])
+def test_plan_drafts_with_the_targets_layers_where_no_others_are_possible(
+    wanted: DraftDense,
+) -> None:
+    plan, _ = plan_memory(FACTS, MemoryAmount(share=0.75), 4, wanted)
+    assert (plan.draft_dense, plan.draft_dense_bytes) == (DraftDense.TARGET, 0)
+
+
+def test_plan_drafts_with_the_targets_layers_where_asked() -> None:
+    plan, _ = plan_memory(WITH_COPIES, MemoryAmount(share=0.75), 4, DraftDense.TARGET)
+    assert (plan.draft_dense, plan.draft_dense_bytes) == (DraftDense.TARGET, 0)
+
+
+@pytest.mark.parametrize("wanted", list(DraftDense))
+def test_plan_without_a_draft_has_no_copies(wanted: DraftDense) -> None:
+    plan, _ = plan_memory(WITH_COPIES, MemoryAmount(share=0.75), 0, wanted)
+    assert (plan.draft_dense, plan.draft_dense_bytes) == (DraftDense.TARGET, 0)
+    assert plan.num_slots == 75
+
+
+def test_plan_counts_copies_in_the_budget() -> None:
+    plan, _ = plan_memory(WITH_COPIES, MemoryAmount(share=0.75), 4, DraftDense.INT8)
+    assert (plan.draft_dense, plan.draft_dense_bytes) == (DraftDense.INT8, 8 * MIB)
+    assert plan.num_slots == (75 - 50 - 8) * 2
+    assert plan.budget_bytes == 75 * MIB
+    assert plan.total_bytes == 90 * MIB
+
+
+def test_plan_takes_no_more_than_experts_and_copies_need() -> None:
+    plan, _ = plan_memory(WITH_COPIES, MemoryAmount(share=5.0), 4, DraftDense.INT8)
+    assert plan.num_slots == 100
+    assert plan.budget_bytes == (50 + 8 + 50) * MIB
+
+
+def test_plan_copies_without_room_say_the_bytes_they_need() -> None:
+    fewest = 50 * MIB + 8 * MIB + 2 * (MIB // 2)
+    plan, _ = plan_memory(WITH_COPIES, MemoryAmount(num_bytes=fewest), 4, DraftDense.INT8)
+    assert plan.num_slots == FACTS.min_slots
+    with pytest.raises(BudgetError):
+        plan_memory(WITH_COPIES, MemoryAmount(num_bytes=fewest - 1), 4, DraftDense.INT8)
+    with pytest.raises(BudgetError) as caught:
+        plan_memory(WITH_COPIES, MemoryAmount(share=0.55), 4, DraftDense.INT8)
+    assert "8.0 MiB" in caught.value.message
+    assert "4.0 MiB short" in caught.value.message
+    assert "--draft-dense split" in caught.value.hint

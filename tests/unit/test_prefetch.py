@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from mira_engine.policy.base import Fetch, FetchReason, Skip, SkipReason
 from mira_engine.policy.eviction import LruEviction
 from mira_engine.policy.lookahead import ExpertLookaheadBuffer
 from mira_engine.policy.prefetch import first_boundary, plan_batch
 from mira_engine.policy.residency import ResidencyTable
+from mira_engine.runtime.fused import lookahead_counts
 from mira_engine.types import ExpertId, Region
 
 
@@ -42,6 +44,35 @@ def test_clear_forgets_the_window() -> None:
     assert buffer.ranking(1) == []
 
 
+def test_counters_are_the_buffers_own_memory() -> None:
+    buffer = ExpertLookaheadBuffer(2, 4)
+    view, others = buffer.counters(1), buffer.counters(0)
+    assert (view.itemsize, view.shape) == (4, (4,))
+    view[3] += 2
+    buffer.record(1, [3, 0])
+    assert view.tolist() == [1, 0, 0, 3]
+    assert others.tolist() == [0, 0, 0, 0]
+    assert buffer.ranking(1) == [(ExpertId(1, 3), 3), (ExpertId(1, 0), 1)]
+    assert not buffer.is_empty
+    buffer.clear()
+    assert view.tolist() == [0, 0, 0, 0]
+    view[2] += 1
+    assert buffer.count(ExpertId(1, 2)) == 1
+
+
+def test_counters_can_be_added_to_as_a_tensor() -> None:
+    buffer = ExpertLookaheadBuffer(2, 4)
+    counts = lookahead_counts(buffer)
+    assert [(c.dtype, tuple(c.shape)) for c in counts] == [(torch.int32, (4,))] * 2
+    counts[0] += torch.tensor([0, 5, 0, 1], dtype=torch.int32)
+    buffer.record(0, [1])
+    assert buffer.ranking(0) == [(ExpertId(0, 1), 6), (ExpertId(0, 3), 1)]
+    assert buffer.ranking(1) == []
+    buffer.clear()
+    assert buffer.is_empty
+    assert not any(bool(c.any()) for c in counts)
+
+
 def test_batch_fetches_what_is_missing_layer_by_layer() -> None:
     buffer = ExpertLookaheadBuffer(2, 4)
     buffer.record(1, [0, 1])
@@ -71,6 +102,8 @@ def test_batch_leaves_reserved_slots() -> None:
     assert sum(isinstance(a, Fetch) for a in actions) == 1
 
 
-@pytest.mark.parametrize(("k", "boundary"), [(1, 1), (2, 1), (4, 2), (5, 3), (32, 16)])
-def test_boundary_is_half_of_k(k: int, boundary: int) -> None:
+@pytest.mark.parametrize(
+    ("k", "boundary"), [(1, 1), (2, 1), (4, 1), (5, 1), (7, 1), (8, 2), (12, 2), (32, 6)]
+)
+def test_boundary_is_a_fifth_of_k_at_least_one(k: int, boundary: int) -> None:
     assert first_boundary(k) == boundary

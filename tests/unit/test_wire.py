@@ -15,11 +15,19 @@ from mira_engine.errors import (
     MiraError,
     error_from_fields,
 )
-from mira_engine.types import ComputeDtype, FinishReason, Precision
+from mira_engine.types import (
+    CompileMode,
+    ComputeDtype,
+    DraftDense,
+    Eviction,
+    FinishReason,
+    Precision,
+)
 
 PLAN = events.MemoryPlan(
     non_expert_bytes=1, kv_bytes=2, workspace_bytes=3, budget_bytes=4, draft_bytes=5,
-    slot_bytes=6, num_slots=7, reference_bytes=8, num_experts=9, num_draft_tokens=10,
+    draft_dense=DraftDense.INT8, draft_dense_bytes=11, slot_bytes=6, num_slots=7,
+    reference_bytes=8, num_experts=9, num_draft_tokens=10,
 )  # fmt: skip
 
 MESSAGES = [
@@ -32,6 +40,10 @@ MESSAGES = [
             budget=MemoryAmount(share=0.4),
             num_draft_tokens=0,
             link=LinkConfig(bytes_per_s=5e8, latency_s=1e-3),
+            eviction=Eviction.LFU,
+            compile_mode=CompileMode.WAIT,
+            draft_dense=DraftDense.SPLIT,
+            draft_words=32000,
         ),
     ),
     events.Generate(
@@ -109,6 +121,26 @@ def test_memory_amount_refuses_and_says_what_to_write(text: str) -> None:
 def test_k_out_of_range_is_refused(k: int) -> None:
     with pytest.raises(ConfigError, match="K cannot be"):
         EngineConfig(num_draft_tokens=k)
+
+
+def test_enums_cross_the_wire_as_enums() -> None:
+    load = next(m for m in MESSAGES if isinstance(m, events.LoadModel))
+    config = wire.decode(wire.encode(load)).config
+    assert config.eviction is Eviction.LFU
+    assert config.compile_mode is CompileMode.WAIT
+    assert config.draft_dense is DraftDense.SPLIT
+    assert config.draft_words == 32000
+    loaded = next(m for m in MESSAGES if isinstance(m, events.ModelLoaded))
+    assert wire.decode(wire.encode(loaded)).plan.draft_dense is DraftDense.INT8
+    plain = dataclasses.replace(load, config=EngineConfig())
+    assert wire.decode(wire.encode(plain)).config.eviction is None
+
+
+def test_negative_draft_words_are_refused() -> None:
+    with pytest.raises(ConfigError, match="draft words cannot be") as caught:
+        EngineConfig(draft_words=-1)
+    assert "0 (all)" in caught.value.hint
+    assert EngineConfig(draft_words=0).draft_words == 0
 
 
 def test_drafting_for_the_draft_itself_is_refused() -> None:
