@@ -220,8 +220,18 @@ def test_second_start_compiles_nothing(
     assert len(again.passes._steps) == 3
 
 
+@pytest.fixture
+def only_kernels(native_cache: Path, tmp_path: Path) -> Path:
+    """A cache folder with the kernels and no steps."""
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    for path in native_cache.glob("mira_cpu-*"):
+        (folder / path.name).hardlink_to(path)
+    return folder
+
+
 def test_load_and_first_token_do_not_wait_for_compiling(
-    prepared: Callable[..., ModelHome], load: Loaded, monkeypatch: pytest.MonkeyPatch
+    prepared: Callable[..., ModelHome], only_kernels: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = _prompt()
     home = prepared("olmoe", has_windows=False)
@@ -233,7 +243,8 @@ def test_load_and_first_token_do_not_wait_for_compiling(
         compile_now(self)
 
     monkeypatch.setattr(capture.StepCapture, "_run", run_later)
-    engine = load(home, compile_mode=CompileMode.AUTO)
+    loaded = Loaded(only_kernels)
+    engine = loaded(home, compile_mode=CompileMode.AUTO)
     text = _greedy(engine, prompt)
     assert engine.stats().num_compiled_passes == 0
     may_compile.set()
@@ -241,6 +252,12 @@ def test_load_and_first_token_do_not_wait_for_compiling(
     engine.state.reset()
     assert _greedy(engine, prompt) == text
     assert engine.stats().num_eager_passes == 1, "only the prompt"
+    # What is kept is there from the next start's first reply on, unasked.
+    again = loaded(home, compile_mode=CompileMode.AUTO)
+    assert _greedy(again, prompt) == text
+    assert again.stats().num_eager_passes == 1
+    for each in (engine, again):
+        each.close()
 
 
 def test_no_compiler_is_one_line_and_the_reply_comes(
@@ -267,12 +284,9 @@ def test_damaged_step_is_compiled_again(prepared: Callable[..., ModelHome], load
 
 
 def test_closing_ends_the_compiling_process(
-    prepared: Callable[..., ModelHome], native_cache: Path, tmp_path: Path
+    prepared: Callable[..., ModelHome], only_kernels: Path
 ) -> None:
-    (tmp_path / "cache").mkdir()
-    for library in native_cache.glob("*.so"):
-        (tmp_path / "cache" / library.name).hardlink_to(library)
-    loaded = Loaded(tmp_path / "cache")
+    loaded = Loaded(only_kernels)
     engine = loaded(prepared("granitemoe", has_windows=False), compile_mode=CompileMode.AUTO)
     while not (children := _compilers()) and not engine.native_path.capture.is_done:
         pass
@@ -280,7 +294,7 @@ def test_closing_ends_the_compiling_process(
     engine.close()
     psutil.wait_procs(children, timeout=20)
     assert not any(child.is_running() for child in children)
-    assert not list((tmp_path / "cache" / "steps").glob("job-*"))
+    assert not list((only_kernels / "steps").glob("job-*"))
 
 
 def _compilers() -> list[psutil.Process]:
