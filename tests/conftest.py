@@ -68,10 +68,14 @@ def shared_inputs() -> Path:
 
 @pytest.fixture
 def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty data folder that the app, the engine and child processes use in this test."""
+    """An empty data folder that the app, the engine and child processes use in this test.
+
+    Nothing is compiled unless a test asks for it: with two cores that would slow all others.
+    """
     folder = tmp_path / "data"
     folder.mkdir()
     monkeypatch.setenv("MIRA_CHAT_DATA_DIR", str(folder))
+    monkeypatch.setenv("MIRA_CHAT_COMPILE", "off")
     for variable in ("XDG_CONFIG_HOME", "XDG_STATE_HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME"):
         monkeypatch.setenv(variable, str(tmp_path / variable.lower()))
     return folder

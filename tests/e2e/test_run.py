@@ -54,6 +54,16 @@ def test_run_reads_prompt_from_stdin_and_gives_the_same_reply(model):
     assert as_argument.stdout == piped.stdout
 
 
+def test_compiled_once_and_used_by_the_next_start_unasked(model):
+    first = run_json(model, "--compile", "wait")
+    second = run_json(model, "--compile", "auto")
+    for answer in (first, second):
+        assert answer["stats"]["num_compiled_passes"] > 0
+    assert first["text"] == second["text"]
+    assert any("steps were compiled" in notice["text"] for notice in first["notices"])
+    assert not any(notice["code"] == "steps" for notice in second["notices"])
+
+
 def test_json_counts_the_tokens_and_keeps_the_plan(model):
     answer = run_json(model)
     stats, plan = answer["stats"], answer["plan"]
