@@ -47,8 +47,11 @@ $(VENV)/.test: $(VENV)/.app
 chat: $(VENV)/.app
 	$(BIN)/mira-chat
 
+# The screens in a process of their own: beside torch and what it compiled, the garbage
+# collector alone stops them for longer than they take to settle.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/tui $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore=tests/tui $(PYTEST_ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

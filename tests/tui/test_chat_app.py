@@ -237,6 +237,18 @@ async def test_stopping_is_shown_in_the_menu_until_the_engine_has_stopped():
         assert not menu.work.display
 
 
+async def test_header_is_ready_after_a_reply_that_no_poll_saw():
+    scene = Scene()
+    async with scene.app.run_test(size=(80, 24)) as pilot:
+        await scene.chatting(pilot)
+        scene.app._poll_timer.pause()
+        await scene.asking(pilot, "q")
+        assert state_text(scene.app) == "answering"
+        scene.client.deliver_done("short", STATS)
+        scene.app._poll_timer.resume()
+        await until(pilot, lambda: state_text(scene.app) == "ready")
+
+
 async def test_ctrl_j_begins_new_line_and_enter_sends_both():
     scene = Scene()
     async with scene.app.run_test(size=(80, 24)) as pilot:

@@ -52,6 +52,7 @@ class ChatScreen(Screen[None]):
         self._reply: ReplyMessage | None = None
         self._was_recovering = False
         self._footer_stage: Stage | None = None
+        self._shown_stage: Stage | None = None
         # A reply may be over before the widget that shows it is mounted: one at a time.
         self._drawing = asyncio.Lock()
 
@@ -159,7 +160,8 @@ class ChatScreen(Screen[None]):
         if self._was_recovering and stage in (Stage.READY, Stage.REPLYING):
             await self.messages.add_info("The engine runs again; the model is loaded.")
         self._was_recovering = stage is Stage.RECOVERING
-        if update.is_stage_new or stage is Stage.REPLYING:
+        # Not `is_stage_new`: a reply can be over before the first poll after its question.
+        if stage is not self._shown_stage or stage is Stage.REPLYING:
             self._show_state()
 
     async def _finish_reply(self) -> None:
@@ -188,6 +190,7 @@ class ChatScreen(Screen[None]):
         self.model_line.update(
             Content.assemble(("mira-chat  ", "bold $primary"), sanitise(title), f" · {facts}")
         )
+        self._shown_stage = stage
         words = {Stage.REPLYING: "answering", Stage.RECOVERING: "restarting the engine"}
         self.state_line.update(words.get(stage, stage.value))
         if stage is not self._footer_stage:
