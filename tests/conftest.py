@@ -154,7 +154,13 @@ _NATIVE_FIXTURES = {"native_cache", "native_kernels"}
 def _native_only_where_asked(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hides kernels that an earlier test loaded from tests that do not ask for them."""
+    """Hides kernels that an earlier test loaded from tests that do not ask for them.
+
+    Up to how many rows they multiply is as it was before, too, when a test ends.
+    """
+    dispatch = sys.modules.get("mira_kernels.dispatch")
+    if dispatch is not None:
+        monkeypatch.setattr(dispatch, "_native_limits", dict(dispatch._native_limits))
     native = sys.modules.get("mira_kernels.native")
     if native is not None and not _NATIVE_FIXTURES & set(request.fixturenames):
         monkeypatch.setattr(native, "_loaded", None)

@@ -51,9 +51,8 @@ from .model.linear import DenseSwitch
 from .model.loader import load_backbone
 from .model.sampling import Sampler
 from .policy.budget import plan_memory
-from .policy.eviction import EVICTION_POLICIES, preferred_eviction
-from .policy.lookahead import ExpertLookaheadBuffer
-from .policy.residency import ResidencyTable
+from .policy.driver import CacheSetup, ExpertCacheDriver
+from .policy.eviction import preferred_eviction
 from .runtime.disk import DiskTransfer
 from .runtime.draft import DraftStage
 from .runtime.executor import ExpertExecutor
@@ -66,6 +65,7 @@ from .runtime.transfer import LinkThrottle
 from .types import (
     CompileMode,
     ComputeDtype,
+    DraftDense,
     ExpertId,
     FinishReason,
     Phase,
@@ -223,15 +223,19 @@ class Engine:
             is_direct=config.is_direct_io,
             throttle=throttle,
         )
-        self.lookahead = ExpertLookaheadBuffer(manifest.num_layers, manifest.num_experts)
-        eviction = config.eviction or preferred_eviction(self.plan.num_draft_tokens)
+        self.cache_setup = CacheSetup(
+            num_layers=manifest.num_layers,
+            num_experts=manifest.num_experts,
+            num_slots=self.plan.num_slots,
+            eviction=config.eviction or preferred_eviction(self.plan.num_draft_tokens),
+            num_reserved_slots=min(2, self.plan.num_slots - 1),
+        )
         bind = SlotBinder(self._target.format, slots, draft)
         self.executor = ExpertExecutor(
-            residency=ResidencyTable(self.plan.num_slots, EVICTION_POLICIES[eviction]()),
+            driver=ExpertCacheDriver(self.cache_setup),
             transfer=self.transfer,
             bind=bind,
             draft=draft,
-            lookahead=self.lookahead,
         )
         self.executor.is_cancelled = self._cancelled.is_set
         num_stamped = stamp(self.model, self.executor)
@@ -251,7 +255,6 @@ class Engine:
             self.passes,
             self.executor,
             is_prefetch_enabled=config.is_prefetch_enabled,
-            num_reserved_slots=min(2, self.plan.num_slots - 1),
         )
         self.native_path: NativePath | None = None
         if self._cache_dir is not None:
@@ -283,7 +286,8 @@ class Engine:
 
     def _tell_load_fallbacks(self) -> None:
         """Says what is slower or less exact here than it could be."""
-        fmt = self._draft_source.format if self.executor.draft else self._target.format
+        has_draft = self.executor.draft is not None
+        fmt = self._draft_source.format if has_draft else self._target.format
         is_unpacked = fmt.group_size is not None and (
             fmt.layout == Int4Layout.ROWS or not fmt.is_native
         )
@@ -292,6 +296,17 @@ class Engine:
                 "unpacked-experts",
                 "INT4 experts are unpacked for every use: this processor has no packed kernel "
                 "for them, or their sizes do not fit it.",
+            )
+        wanted = self.config.draft_dense
+        if (
+            has_draft
+            and wanted in (DraftDense.SPLIT, DraftDense.INT8)
+            and (self.plan.draft_dense is not wanted)
+        ):
+            self._notice(
+                "draft-dense",
+                f"The draft multiplies as the target does, not by {wanted}: that takes bfloat16 "
+                "and compiled steps.",
             )
         if not self._probe.is_exact:
             self._notice(
@@ -419,7 +434,7 @@ class Engine:
             self.state.reset()  # What it holds may be the cause, nan for example.
             raise
         finally:
-            self.executor.abandon_failed()
+            self.executor.driver.end_reply()
 
     def _read_prompt(self, history: list[int], sampler: Sampler) -> Iterator[tuple[int, int]]:
         """Prefills what is not cached and appends the first new token to `history`."""
@@ -466,7 +481,7 @@ class Engine:
         num_accepted, following = sampler.accept(history, drafted, logits)
         self.state.rollback(len(drafted) - num_accepted)
         self._num_verified = self.state.num_cached
-        self.executor.residency.end_window()
+        self.executor.driver.end_pass()
         meter.verify_s += time.perf_counter() - started
         if drafted:
             meter.num_rounds += 1

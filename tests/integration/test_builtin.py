@@ -1,19 +1,26 @@
 """The built-in model is the small dense model, exactly, and an ordinary checkpoint."""
 
+import gc
+import itertools
 import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
 import pytest
 import torch
+from mira_engine import wire
 from mira_engine.checkpoint import builtin, fetch
 from mira_engine.checkpoint.progress import Progress
 from mira_engine.checkpoint.store import ExpertStore
+from mira_engine.config import EngineConfig, MemoryAmount, SamplingConfig
+from mira_engine.engine import Engine
+from mira_engine.events import ChatMessage, LoadModel
 from mira_engine.library import ModelLibrary
-from mira_engine.types import Precision
+from mira_engine.types import CompileMode, ComputeDtype, DraftDense, Phase, Precision
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -25,6 +32,22 @@ from transformers import (
 pytestmark = pytest.mark.builtin
 
 PROMPTS = ("What is the capital of France?", "Explain what a cache is.")
+
+NEW_TOKENS, K = 48, 4
+
+COMPILED = EngineConfig(
+    precision=Precision.NESTED,
+    dtype=ComputeDtype.BFLOAT16,
+    budget=MemoryAmount(share=0.75),
+    num_draft_tokens=K,
+    context_length=1024,
+    num_threads=1,
+    compile_mode=CompileMode.WAIT,
+)
+
+NEAR_TIE = 3 / 128
+"""Logits nearer to each other than this share of the larger one may change places. bfloat16
+has eight bits: two numbers that are one rounding apart differ by up to 1 / 128."""
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +148,121 @@ def test_builtin_store_is_whole_and_nothing_fetched_is_left(home):
     assert store.manifest.group_size == 64
     store.verify()
     assert not home.download_dir.exists()
+
+
+def reply_tokens(engine, prompt):
+    """The first new tokens of an endless reply to a prompt of which nothing is cached."""
+    engine.state.reset()
+    engine._end_ids = frozenset()
+    steps = engine.reply(prompt, SamplingConfig(max_new_tokens=10 * NEW_TOKENS))
+    tokens = (step for step in steps if isinstance(step, int))
+    return list(itertools.islice(tokens, NEW_TOKENS))
+
+
+def gaps_to_the_best(engine, prompt, tokens):
+    """By how much each token's logit lies below the largest, as a share of that one.
+
+    By passes of one token over the given text, so that a wrong token is seen where it is and
+    not in all that follows.
+    """
+    engine.state.reset()
+    engine.take_compiled()
+    gaps = []
+    logits = engine.passes.forward(prompt, Phase.PREFILL)[-1].float()
+    for token in tokens:
+        best = logits.max()
+        gaps.append(float((best - logits[token]) / best.abs()))
+        logits = engine.passes.forward([token], Phase.DECODE)[-1].float()
+    return gaps
+
+
+@pytest.mark.slow
+def test_compiled_draft_and_verification_give_the_text_of_plain_decoding(home, native_cache):
+    notices = []
+
+    def load(**changes):
+        config = replace(COMPILED, **changes)
+        return Engine.load(home, config, cache_dir=native_cache, on_notice=notices.append)
+
+    speculating = load()
+    assert speculating.plan.draft_dense is DraftDense.SPLIT
+    assert speculating.plan.draft_dense_bytes == 0
+    prompts = [speculating.render([ChatMessage(role="user", content=text)]) for text in PROMPTS]
+    drafted = []
+    for prompt in prompts:
+        drafted.append(reply_tokens(speculating, prompt))
+        stats = speculating.stats()
+        assert stats.num_eager_passes == 1, "only the prompt"
+        assert stats.num_drafted == K * stats.num_rounds
+        assert stats.num_compiled_passes == stats.num_drafted + stats.num_rounds
+        assert stats.num_accepted > stats.num_rounds, "the draft is of use"
+        assert stats.expert_peak_bytes <= speculating.plan.budget_bytes
+    speculating.close()
+    del speculating
+    gc.collect()
+
+    again = load()
+    assert (again.native_path.capture.num_compiled, again.native_path.capture.num_reused) == (0, 3)
+    assert reply_tokens(again, prompts[0]) == drafted[0]
+    assert again.stats().num_eager_passes == 1
+    again.close()
+    del again
+    gc.collect()
+
+    plain = load(num_draft_tokens=0)
+    assert plain.plan.draft_dense is DraftDense.TARGET
+    for prompt, tokens in zip(prompts, drafted, strict=True):
+        expected = reply_tokens(plain, prompt)
+        assert plain.stats().num_eager_passes == 1
+        assert plain.stats().num_compiled_passes == NEW_TOKENS - 1
+        assert len(tokens) == len(expected) == NEW_TOKENS
+        assert max(gaps_to_the_best(plain, prompt, expected)) == 0, "the same passes again"
+        # Equal where these kernels give a row the same bits in any company; elsewhere they
+        # may part where two words are as likely as each other.
+        gaps = gaps_to_the_best(plain, prompt, tokens)
+        assert max(gaps) <= NEAR_TIE
+        assert sum(gap > 0 for gap in gaps) <= 2
+    wrong = [*drafted[0][:10], *drafted[1][:10]]
+    assert max(gaps_to_the_best(plain, prompts[0], wrong)) > NEAR_TIE, "faults would be seen"
+    plain.close()
+    assert [n.text for n in notices if n.code in ("uncompiled", "no-native-kernels")] == []
+
+
+@pytest.mark.slow
+def test_compiled_reply_stays_within_the_planned_memory(home, builtin_data_dir, native_cache):
+    """In a process of its own, whose peak is its own."""
+    code = (
+        "import json, sys; from dataclasses import asdict; from pathlib import Path\n"
+        "from mira_engine import wire\n"
+        "from mira_engine.config import SamplingConfig\n"
+        "from mira_engine.engine import Engine\n"
+        "from mira_engine.library import ModelLibrary\n"
+        "request = wire.decode(sys.stdin.readline())\n"
+        "home = ModelLibrary(Path(sys.argv[1])).resolve(request.model)\n"
+        "engine = Engine.load(home, request.config, cache_dir=Path(sys.argv[2]))\n"
+        "for prompt in ([7] * 900, list(range(30, 60))):\n"
+        "    engine.state.reset()\n"
+        "    engine._end_ids = frozenset()\n"
+        "    list(engine.reply(prompt, SamplingConfig(max_new_tokens=24)))\n"
+        "    print(json.dumps(asdict(engine.stats())))\n"
+        "engine.close()\n"
+    )
+    request = LoadModel(request_id="r", model="builtin", config=COMPILED)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(builtin_data_dir), str(native_cache)],
+        input=wire.encode(request) + "\n",
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    for line in done.stdout.splitlines():
+        stats = json.loads(line)
+        assert stats["num_new_tokens"] == 24
+        assert stats["num_compiled_passes"] > stats["num_rounds"]
+        assert 0 < stats["peak_memory_bytes"] <= stats["planned_memory_bytes"]
+    assert len(done.stdout.splitlines()) == 2
 
 
 def test_index_that_cannot_be_reached_is_a_clear_error(tmp_path):

@@ -161,7 +161,8 @@ def test_compiled_steps_equal_transformers_whatever_is_resident(
     assert _greedy(speculating, prompt) == text
     stats = speculating.stats()
     assert stats.num_drafted > 0
-    assert stats.num_compiled_passes > stats.num_rounds * 2
+    assert stats.num_eager_passes == 1, "only the prompt; short rounds run in the longer step"
+    assert stats.num_drafted % K, "a round was short"
     plain = load(home)
     assert plain.native_path.capture.num_compiled == 0, "the step of one token was compiled before"
     assert _greedy(plain, prompt) == text
@@ -175,9 +176,9 @@ def test_compiled_steps_equal_transformers_whatever_is_resident(
         engine.state.reset()
         engine.passes.forward(prompt, Phase.PREFILL)
         engine.state.rollback(0)
+        num_compiled = engine.stats().num_compiled_passes
         logits.append(engine.passes.forward([5], Phase.DECODE)[0].clone())
-        assert (True, 1) not in engine.passes._steps
-        assert (False, 1) in engine.passes._steps
+        assert engine.stats().num_compiled_passes == num_compiled + 1
     error = (logits[0] - whole).abs().max() / whole.abs().max()
     assert error <= 1e-5
     assert torch.equal(*logits)
@@ -215,9 +216,8 @@ def test_second_start_compiles_nothing(
 
     monkeypatch.setattr(subprocess, "Popen", refuse)
     again = load(home, num_draft_tokens=K)
-    assert (again.native_path.capture.num_compiled, again.native_path.capture.num_reused) == (0, 3)
+    assert (again.native_path.capture.num_compiled, again.native_path.capture.num_reused) == (0, 2)
     assert again.native_path.capture.is_done
-    assert len(again.passes._steps) == 3
 
 
 @pytest.fixture

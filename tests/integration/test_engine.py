@@ -213,7 +213,9 @@ def test_cancel_in_a_draft_leaves_only_the_target_s_own_state(
     def is_cancelled() -> bool:
         nonlocal num_drafting
         num_drafting += engine.executor.phase is Phase.DRAFT
-        return num_drafting > 2 * engine.lookahead.num_layers + 1  # inside the third step
+        return (
+            num_drafting > 2 * engine.executor.driver.lookahead.num_layers + 1
+        )  # inside the third step
 
     engine.executor.is_cancelled = is_cancelled
     reply = engine.reply(prompt, SamplingConfig(max_new_tokens=20))
@@ -274,7 +276,7 @@ def test_emulated_link_is_announced_and_slows(load: Callable[..., Engine]) -> No
 
 def _await_reads(engine: Engine) -> None:
     """Takes what is still under way when a reply has ended."""
-    residency = engine.executor.residency
+    residency = engine.executor.driver.residency
     while any(residency.state(s) is SlotState.LOADING for s in range(engine.plan.num_slots)):
         engine.executor.collect(engine.transfer.wait_any(1.0))
 

@@ -200,7 +200,7 @@ def test_second_turn_equals_a_fresh_conversation(load: Loaded) -> None:
 def test_cancelled_reply_leaves_a_chat_that_continues(load: Loaded) -> None:
     prompt = _prompt()
     engine = load(num_draft_tokens=3)
-    num_layers = engine.lookahead.num_layers
+    num_layers = engine.executor.driver.lookahead.num_layers
     for cancel_at in (1, num_layers + 1, 5 * num_layers - 1, 5 * num_layers + 1):
         calls = 0
 
@@ -213,5 +213,7 @@ def test_cancelled_reply_leaves_a_chat_that_continues(load: Loaded) -> None:
         reply = engine.reply(prompt, SamplingConfig(max_new_tokens=NEW_TOKENS))
         assert _finish(reply) is FinishReason.CANCELLED
         engine.executor.is_cancelled = lambda: False
-        assert not any(map(engine.executor.residency.is_pinned, range(engine.plan.num_slots)))
+        assert not any(
+            map(engine.executor.driver.residency.is_pinned, range(engine.plan.num_slots))
+        )
     assert _greedy(engine, prompt) == _greedy(load(), prompt)

@@ -118,7 +118,7 @@ class StateManager:
 
     def __init__(self, model: PreTrainedModel, *, capacity: int, is_rollback_wanted: bool) -> None:
         self._config = model.config
-        self._capacity = capacity
+        self.capacity = capacity
         self._is_recording = is_rollback_wanted
         self.reset()
 
@@ -126,7 +126,7 @@ class StateManager:
         """Forgets everything."""
         self.cache = DynamicCache(config=self._config)
         self.cache.layers = [
-            ReservedLayer(self._capacity) if type(layer) is DynamicLayer else layer
+            ReservedLayer(self.capacity) if type(layer) is DynamicLayer else layer
             for layer in self.cache.layers
         ]
         if self._is_recording:

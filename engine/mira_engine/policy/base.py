@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from ..types import ExpertId
+from ..types import ExpertId, ServedBy
 
 
 class FetchReason(enum.StrEnum):
@@ -44,4 +44,29 @@ class Skip:
     reason: SkipReason
 
 
-Action = Fetch | Skip
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Compute an expert, which is in its slot, for the tokens that chose it.
+
+    Attributes:
+        num_tokens: Tokens.
+        served_by: What served them.
+        is_prefetched: Whether this is the first use of what a prefetch brought.
+    """
+
+    expert: ExpertId
+    slot: int
+    num_tokens: int
+    served_by: ServedBy
+    is_prefetched: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Await:
+    """Compute an expert as soon as it lands, which is on its way by a prefetch: now it hurries."""
+
+    expert: ExpertId
+    slot: int
+
+
+Action = Fetch | Skip | Compute | Await

@@ -10,7 +10,7 @@ the GPU; on a machine whose device is host memory they are arrays that a kernel 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ..types import ExpertId
 
@@ -32,6 +32,17 @@ class ExpertLookaheadBuffer:
     def counters(self, layer: int) -> memoryview:
         """Returns the layer's counters `[num_experts]` themselves, 4 bytes each, to add to."""
         return memoryview(self._counts[layer])
+
+    def snapshot(self) -> list[list[tuple[int, int]]]:
+        """Returns by layer what was chosen, and how often: all that `restore` needs."""
+        return [[(e, n) for e, n in enumerate(counts) if n] for counts in self._counts]
+
+    def restore(self, snapshot: Sequence[Sequence[Sequence[int]]]) -> None:
+        """Makes the counters what they were when the snapshot was taken."""
+        self.clear()
+        for counts, chosen in zip(self._counts, snapshot, strict=True):
+            for expert, count in chosen:
+                counts[expert] = count
 
     def count(self, expert: ExpertId) -> int:
         """Returns how often the expert was chosen in this window."""

@@ -76,6 +76,7 @@ class CompiledStep:
         num_tokens: int,
     ) -> None:
         self._run = run
+        self.num_tokens = num_tokens
         self._tokens, self._positions, self._mask = step_arguments(num_tokens)
         self._offsets = torch.arange(num_tokens)[None]
         tensors = dict(model.named_parameters(remove_duplicate=False))

@@ -13,8 +13,7 @@ import time
 from collections.abc import Collection, Sequence
 
 from ..model.sampling import DraftToken, Sampler
-from ..policy.base import Fetch
-from ..policy.prefetch import first_boundary, plan_batch
+from ..policy.prefetch import first_boundary
 from ..types import Phase
 from .executor import ExpertExecutor
 from .passes import ModelPasses
@@ -25,9 +24,8 @@ class DraftStage:
 
     Args:
         passes: Forward passes.
-        executor: Its lookahead buffer and residency table are used.
+        executor: Its driver plans the batches.
         is_prefetch_enabled: Whether to fetch what the draft's routing names.
-        num_reserved_slots: Slots a prefetch batch leaves for misses.
     """
 
     def __init__(
@@ -36,12 +34,10 @@ class DraftStage:
         executor: ExpertExecutor,
         *,
         is_prefetch_enabled: bool,
-        num_reserved_slots: int,
     ) -> None:
         self._passes = passes
         self._executor = executor
         self._is_prefetch_enabled = is_prefetch_enabled
-        self._num_reserved_slots = num_reserved_slots
 
     def run(
         self,
@@ -65,7 +61,7 @@ class DraftStage:
         drafted: list[DraftToken] = []
         sequence = list(history)
         boundary = first_boundary(num_tokens)
-        self._executor.lookahead.clear()
+        self._executor.driver.begin_draft()
         num_passes = 0
         while len(drafted) < num_tokens:
             logits = self._passes.forward([sequence[-1]], Phase.DRAFT)
@@ -78,7 +74,7 @@ class DraftStage:
             if token.token in end_ids:
                 break
         self._passes.state.rollback(num_passes)
-        self._executor.lookahead.clear()
+        self._executor.driver.end_draft()
         self._executor.meter.draft_s += time.perf_counter() - started
         self._executor.meter.num_drafted += len(drafted)
         return drafted
@@ -86,10 +82,5 @@ class DraftStage:
     def _submit_batch(self) -> None:
         executor = self._executor
         executor.collect(executor.transfer.poll())
-        actions = plan_batch(
-            executor.lookahead, executor.residency, num_reserved_slots=self._num_reserved_slots
-        )
-        for action in actions:
-            if isinstance(action, Fetch):
-                executor.transfer.submit(action.expert, action.slot, is_demand=False)
-                executor.meter.decode.num_prefetched += 1
+        driver = executor.driver
+        executor.obey(driver.reach_boundary(driver.lookahead.snapshot()))

@@ -1,10 +1,9 @@
 """The expert executor: computes a layer's routed experts from slots, or from the draft.
 
-Resident experts first, grouped by expert; missing ones are submitted at once (most
-tokens first) and computed as they land. An expert is pinned from the moment its layer
-needs it until its tokens are done. When a layer needs more experts than there are
-slots, slots roll. Outputs go to fixed positions and are summed over top-k in one fixed
-order, so the result does not depend on what was resident or on arrival order.
+Carries out what the driver (`mira_engine.policy.driver`) decides: resident experts first,
+grouped by expert; missing ones are submitted at once and computed as they land. Outputs
+go to fixed positions and are summed over top-k in one fixed order, so the result does not
+depend on what was resident or on arrival order.
 
 Runs in the engine thread, inside the model's forward pass.
 
@@ -22,10 +21,9 @@ from mira_kernels.dispatch import linear
 
 from ..checkpoint.formats import BoundExpert
 from ..errors import check_cancelled
-from ..policy.base import FetchReason
-from ..policy.lookahead import ExpertLookaheadBuffer
-from ..policy.residency import ResidencyTable, SlotState
-from ..types import ExpertId, Phase
+from ..policy.base import Action, Await, Compute, Fetch, FetchReason
+from ..policy.driver import ExpertCacheDriver
+from ..types import ExpertId, Phase, ServedBy
 from .fused import FusedExperts, FusedPlan, lookahead_counts
 from .slots import DraftArena
 from .telemetry import ReplyMeter, TrafficCounters
@@ -43,33 +41,29 @@ class ExpertExecutor:
     """Runs routed experts for every MoE layer of one loaded model.
 
     Args:
-        residency: Slots and their experts.
+        driver: Decides; its lookahead counters are what the draft's routing adds to.
         transfer: The link that fills slots.
         bind: Gives the weights of an expert in a slot.
         draft: The resident INT4 experts, `None` without a draft.
-        lookahead: Counters the draft's routing adds to.
     """
 
     def __init__(
         self,
         *,
-        residency: ResidencyTable,
+        driver: ExpertCacheDriver,
         transfer: Transfer,
         bind: Callable[[ExpertId, int], BoundExpert],
         draft: DraftArena | None,
-        lookahead: ExpertLookaheadBuffer,
     ) -> None:
-        self.residency = residency
+        self.driver = driver
         self.transfer = transfer
         self.draft = draft
-        self.lookahead = lookahead
         self.phase = Phase.PREFILL
         self.meter = ReplyMeter()
         self.is_cancelled: Callable[[], bool] = _never
         self._bind = bind
         self._fused: FusedExperts | None = None
         self._counts: list[torch.Tensor] = []
-        self._failed: list[Completion] = []
 
     def __call__(
         self,
@@ -104,17 +98,15 @@ class ExpertExecutor:
         plan: FusedPlan | _LayerPlan
         if fused is not None:
             plan = FusedPlan(fused, hidden, top_k_index)
-            if self._run_resident(layer, plan):
-                return plan.combine(top_k_weights)
         else:
             plan = _LayerPlan(module, hidden, top_k_index, self._bind)
-        _LayerRun(self, layer, plan).run()
+        self._run_target(layer, plan)
         return plan.combine(top_k_weights).to(hidden.dtype)
 
     def use_fused(self, fused: FusedExperts) -> None:
         """Computes by native calls from now on. Between replies only: roundings differ."""
         self._fused = fused
-        self._counts = lookahead_counts(self.lookahead)
+        self._counts = lookahead_counts(self.driver.lookahead)
 
     def _run_draft(
         self,
@@ -132,68 +124,91 @@ class ExpertExecutor:
         narrow = hidden.to(torch.bfloat16)
         draft = self.draft
         plan = _LayerPlan(module, narrow, top_k_index, lambda expert, slot: draft.expert(*expert))
-        self.lookahead.record(layer, plan.flat_experts)
+        self.driver.lookahead.record(layer, plan.flat_experts)
         plan.compute([(ExpertId(layer, expert), 0) for expert in plan.experts])
         return plan.combine(top_k_weights).to(hidden.dtype)
 
-    def _run_resident(self, layer: int, plan: FusedPlan) -> bool:
-        """Computes a layer all of whose experts are in their slots; `False` where one is not.
+    def _run_target(self, layer: int, plan: FusedPlan | _LayerPlan) -> None:
+        """Computes a layer's experts as they are there, until all are."""
+        driver = self.driver
+        ready = self.obey(driver.enter_layer(layer, plan.demand()))
+        if not driver.is_layer_open:  # Nothing moves meanwhile, so nothing is pinned.
+            plan.compute(ready)
+            return
+        try:
+            ready += self.collect(self.transfer.poll())
+            while True:
+                if ready:
+                    plan.compute(ready)
+                    self.obey(driver.computed([slot for _, slot in ready]))
+                if not driver.is_layer_open:
+                    return
+                ready = self._await_some()
+        finally:
+            driver.leave_layer()
 
-        Nothing is loaded or evicted meanwhile, so nothing needs a pin.
-        """
-        residency = self.residency
-        experts = []
-        for index in plan.experts:
-            expert = ExpertId(layer, index)
-            slot = residency.slot_of(expert)
-            if slot is None or residency.state(slot) is not SlotState.READY:
-                return False
-            experts.append((expert, slot))
-        traffic = self._traffic()
-        for expert, _ in experts:
-            num_tokens = plan.num_tokens_of(expert.expert)
-            traffic.num_hits += num_tokens
-            if residency.use(expert):
-                traffic.num_prefetch_hits += num_tokens
-        plan.compute(experts)
-        return True
+    def _await_some(self) -> list[tuple[ExpertId, int]]:
+        """Waits for a record. Returns experts that can be computed now."""
+        started = time.perf_counter()
+        landed = self.transfer.wait_any(_WAIT_SLICE_S)
+        self._traffic().stall_s += time.perf_counter() - started
+        ready = self.collect(landed)
+        check_cancelled(self.is_cancelled)
+        return ready
 
     @property
     def expert_bytes(self) -> int:
         """Device bytes that experts hold now, the draft included. Slots stay filled."""
         draft_bytes = self.draft.num_bytes if self.draft is not None else 0
-        return draft_bytes + self.residency.num_used * self.transfer.record_bytes
+        return draft_bytes + self.driver.residency.num_used * self.transfer.record_bytes
 
-    def collect(self, landed: list[Completion]) -> None:
-        """Marks landed slots READY and counts their bytes.
+    def obey(self, actions: Sequence[Action]) -> list[tuple[ExpertId, int]]:
+        """Submits what is to be fetched and counts. Returns what is to be computed, and where."""
+        traffic = self._traffic()
+        ready = []
+        for action in actions:
+            match action:
+                case Compute(expert, slot, num_tokens, served_by, is_prefetched):
+                    ready.append((expert, slot))
+                    if served_by is ServedBy.MISS:
+                        traffic.num_misses += num_tokens
+                        continue
+                    traffic.num_hits += num_tokens
+                    if is_prefetched:
+                        traffic.num_prefetch_hits += num_tokens
+                case Await(expert):
+                    self.transfer.promote(expert)
+                case Fetch(expert, slot, reason):
+                    is_demand = reason is FetchReason.MISS
+                    traffic.num_prefetched += not is_demand
+                    self.transfer.submit(expert, slot, is_demand=is_demand)
+        return ready
 
-        A failed record that no layer waits for (a prefetch, or one of a reply that has
-        ended) only loses its slot: whoever needs it asks again, and is told then.
+    def collect(self, landed: Sequence[Completion]) -> list[tuple[ExpertId, int]]:
+        """Tells the driver what has landed and counts the bytes.
+
+        Returns:
+            Experts that the open layer waited for, with their slots.
 
         Raises:
-            StoreError: A record that is waited for failed; `abandon_failed` gives its
-                slot up.
+            StoreError: A record that is waited for failed. One that nobody waits for (a
+                prefetch, or of a reply that has ended) only loses its slot: whoever needs
+                it asks again, and is told then.
         """
         traffic = self._traffic()
+        ready, error = [], None
         for item in landed:
             if item.error is not None:
-                if self.residency.is_pinned(item.slot):
-                    self._failed.append(item)
-                else:
-                    self.residency.abandon(item.slot)
+                is_needed = self.driver.residency.is_pinned(item.slot)
+                self.driver.failed(item.slot)
+                error = error or (item.error if is_needed else None)
                 continue
-            self.residency.complete(item.slot)
+            ready += self.obey(self.driver.landed(item.slot))
             traffic.num_records += 1
             traffic.num_bytes += item.num_bytes
-        if self._failed:
-            assert self._failed[0].error is not None
-            raise self._failed[0].error
-
-    def abandon_failed(self) -> None:
-        """Frees the slots of failed loads. Called when nothing is pinned any more."""
-        for item in self._failed:
-            self.residency.abandon(item.slot)
-        self._failed.clear()
+        if error is not None:
+            raise error
+        return ready
 
     def _traffic(self) -> TrafficCounters:
         return self.meter.prefill if self.phase is Phase.PREFILL else self.meter.decode
@@ -245,9 +260,9 @@ class _LayerPlan:
                 start = row
         self.experts = sorted(self.spans)
 
-    def num_tokens_of(self, expert: int) -> int:
-        start, stop = self.spans[expert]
-        return stop - start
+    def demand(self) -> list[tuple[int, int]]:
+        """Experts and how many tokens chose each, ascending by expert."""
+        return [(e, self.spans[e][1] - self.spans[e][0]) for e in self.experts]
 
     def compute(self, experts: Sequence[tuple[ExpertId, int]]) -> None:
         """Runs experts that are in their slots and puts the results at their places."""
@@ -278,101 +293,3 @@ class _LayerPlan:
             outputs = outputs[inverse]
         weighted = outputs.view(-1, self.top_k, outputs.shape[-1]) * top_k_weights.unsqueeze(-1)
         return weighted.sum(dim=1)
-
-
-class _LayerRun:
-    """One layer's pass over the target experts: pins, loads, computes, releases."""
-
-    __slots__ = ("_exec", "_layer", "_missing", "_pinned", "_plan", "_ready", "_waiting")
-
-    def __init__(self, executor: ExpertExecutor, layer: int, plan: FusedPlan | _LayerPlan) -> None:
-        self._exec = executor
-        self._layer = layer
-        self._plan = plan
-        self._ready: list[ExpertId] = []
-        self._waiting: set[ExpertId] = set()
-        self._missing: list[ExpertId] = []
-        self._pinned: set[ExpertId] = set()
-
-    def run(self) -> None:
-        executor = self._exec
-        try:
-            executor.collect(executor.transfer.poll())
-            self._classify()
-            self._submit_missing()
-            self._compute(self._ready)
-            while self._waiting or self._missing:
-                self._await_some()
-        finally:
-            for expert in self._pinned:
-                executor.residency.unpin(expert)
-
-    def _classify(self) -> None:
-        """Sorts the layer's experts into ready, loading and missing; pins the first two."""
-        residency, traffic = self._exec.residency, self._exec._traffic()
-        for index in self._plan.experts:
-            expert = ExpertId(self._layer, index)
-            slot = residency.slot_of(expert)
-            num_tokens = self._plan.num_tokens_of(index)
-            if slot is None:
-                self._missing.append(expert)
-                traffic.num_misses += num_tokens
-                continue
-            self._pin(expert)
-            traffic.num_hits += num_tokens
-            if residency.use(expert):
-                traffic.num_prefetch_hits += num_tokens
-            if residency.state(slot) is SlotState.READY:
-                self._ready.append(expert)
-            else:
-                self._waiting.add(expert)
-                self._exec.transfer.promote(expert)
-        if len(self._missing) > 1:
-            tokens_of = self._plan.num_tokens_of
-            self._missing.sort(key=lambda e: (-tokens_of(e.expert), e.expert))
-
-    def _submit_missing(self) -> None:
-        """Gives slots to missing experts while there are slots to give."""
-        executor = self._exec
-        while self._missing:
-            fetch = executor.residency.admit(self._missing[0], FetchReason.MISS)
-            if fetch is None:
-                return
-            self._missing.pop(0)
-            self._pin(fetch.expert)
-            self._waiting.add(fetch.expert)
-            executor.transfer.submit(fetch.expert, fetch.slot, is_demand=True)
-
-    def _await_some(self) -> None:
-        """Waits for a record, computes what has landed and submits what now has room."""
-        executor = self._exec
-        started = time.perf_counter()
-        landed = executor.transfer.wait_any(_WAIT_SLICE_S)
-        executor._traffic().stall_s += time.perf_counter() - started
-        executor.collect(landed)
-        check_cancelled(executor.is_cancelled)
-        ready = [item.expert for item in landed if item.expert in self._waiting]
-        self._waiting.difference_update(ready)
-        self._compute(ready)
-        self._submit_missing()
-
-    def _compute(self, experts: Sequence[ExpertId]) -> None:
-        """Computes experts that are in their slots, gives the slots up, and submits more."""
-        if not experts:
-            return
-        residency = self._exec.residency
-        items = []
-        for expert in experts:
-            slot = residency.slot_of(expert)
-            assert slot is not None
-            items.append((expert, slot))
-        self._plan.compute(items)
-        for expert in experts:
-            residency.unpin(expert)
-            self._pinned.discard(expert)
-        if self._missing:
-            self._submit_missing()
-
-    def _pin(self, expert: ExpertId) -> None:
-        self._exec.residency.pin(expert)
-        self._pinned.add(expert)

@@ -196,7 +196,7 @@ def lookahead_counts(lookahead: ExpertLookaheadBuffer) -> list[Tensor]:
 class FusedPlan:
     """One layer's pass by fused calls: which experts, how many tokens each, their outputs."""
 
-    __slots__ = ("_fused", "_hidden", "_index", "_num_tokens", "_out", "experts")
+    __slots__ = ("_fused", "_hidden", "_index", "_num_tokens", "_out")
 
     def __init__(self, fused: FusedExperts, hidden: Tensor, index: Tensor) -> None:
         self._fused = fused
@@ -207,12 +207,11 @@ class FusedPlan:
         for row in rows:
             for expert in row:
                 self._num_tokens[expert] = self._num_tokens.get(expert, 0) + 1
-        self.experts = sorted(self._num_tokens)
         self._out = fused.outputs(len(rows) * len(rows[0]), hidden.shape[1])
 
-    def num_tokens_of(self, expert: int) -> int:
-        """Returns how many tokens chose the expert."""
-        return self._num_tokens[expert]
+    def demand(self) -> list[tuple[int, int]]:
+        """Returns experts and how many tokens chose each, ascending by expert."""
+        return sorted(self._num_tokens.items())
 
     def compute(self, experts: Sequence[tuple[ExpertId, int]]) -> None:
         """Computes experts that are in their slots."""

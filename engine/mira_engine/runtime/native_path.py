@@ -131,7 +131,10 @@ class NativePath:
         )
         if not k:
             return [base]
-        return [replace(base, is_draft=True), replace(base, num_tokens=k + 1), base]
+        verification = replace(base, num_tokens=k + 1)
+        if self._plan.draft_dense is DraftDense.TARGET:
+            return [base, verification]  # The draft's step is the plain one.
+        return [replace(base, is_draft=True), verification, base]
 
     @property
     def _draft_words(self) -> int | None:

@@ -8,6 +8,7 @@ in the engine thread.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch.nn import functional
@@ -19,7 +20,7 @@ from ..model.kv import StateManager
 from ..model.linear import DenseSwitch
 from ..model.operators import StepBinding
 from ..model.steps import StepSpec
-from ..types import Phase
+from ..types import DraftDense, Phase
 from .capture import CompiledStep
 from .executor import ExpertExecutor
 
@@ -50,9 +51,14 @@ class ModelPasses:
         self._modules = [module for _, module in expert_modules_of(model)]
 
     def add_steps(self, steps: dict[StepSpec, CompiledStep]) -> None:
-        """Uses compiled steps from now on. Between replies only: roundings differ."""
+        """Uses compiled steps from now on. Between replies only: roundings differ.
+
+        Where a draft multiplies as the target does, both run the same step.
+        """
         for spec, step in steps.items():
             self._steps[spec.is_draft, spec.num_tokens] = step
+            if spec.draft_dense is DraftDense.TARGET:
+                self._steps[True, spec.num_tokens] = step
 
     @torch.inference_mode()
     def forward(self, tokens: Sequence[int], phase: Phase, *, num_logits: int = 1) -> torch.Tensor:
@@ -65,10 +71,10 @@ class ModelPasses:
         is_draft = phase is Phase.DRAFT
         self._switch.is_drafting = is_draft
         meter = self._executor.meter
-        step = self._steps.get((is_draft, len(tokens)))
+        step = self._step_for(len(tokens), is_draft)
         if step is not None:
             meter.num_compiled_passes += 1
-            logits = step(tokens, self.state.num_cached, self._binding())[-num_logits:]
+            logits = self._run_step(step, tokens)[-num_logits:]
         else:
             meter.num_eager_passes += 1
             logits = self._model(
@@ -83,8 +89,39 @@ class ModelPasses:
             logits = functional.pad(logits, (0, missing), value=float("-inf"))
         return logits
 
-    def _binding(self) -> StepBinding:
-        return StepBinding(self._run_experts, self.state.cache.layers, cached_attention)
+    def _step_for(self, num_tokens: int, is_draft: bool) -> CompiledStep | None:
+        """Returns the step for that many tokens, else the verification of a few more.
+
+        A round at the end of a reply, or with fewer draft tokens than usual, is short; a
+        longer compiled step with places left empty is several times faster than none.
+        """
+        step = self._steps.get((is_draft, num_tokens))
+        if step is not None or is_draft or num_tokens == 1:
+            return step
+        room = self.state.capacity - self.state.num_cached
+        longer = [n for d, n in self._steps if not d and num_tokens < n <= room]
+        return self._steps[False, min(longer)] if longer else None
+
+    def _run_step(self, step: CompiledStep, tokens: Sequence[int]) -> torch.Tensor:
+        """Runs a compiled step, its last places empty where it takes more than `tokens`.
+
+        An empty place repeats the last token, gets no routed experts, and leaves keys and
+        values that nothing before it attends to; they are taken back here.
+
+        Returns:
+            Logits `[len(tokens), V]`.
+        """
+        count, surplus = len(tokens), step.num_tokens - len(tokens)
+        binding = StepBinding(
+            self._run_experts if not surplus else partial(self._run_some_experts, count),
+            self.state.cache.layers,
+            cached_attention,
+        )
+        padded = [*tokens, *[tokens[-1]] * surplus]
+        logits = step(padded, self.state.num_cached, binding)
+        if surplus:
+            self.state.cache.crop(-surplus)
+        return logits[:count]
 
     def _run_experts(
         self,
@@ -95,3 +132,17 @@ class ModelPasses:
     ) -> torch.Tensor:
         module = self._modules[layer]
         return self._executor(module, layer, hidden, top_k_index, top_k_weights)
+
+    def _run_some_experts(
+        self,
+        count: int,
+        layer: int,
+        hidden: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+    ) -> torch.Tensor:
+        """Computes the first `count` tokens' experts; the other rows are zero."""
+        result = self._run_experts(
+            layer, hidden[:count], top_k_index[:count], top_k_weights[:count]
+        )
+        return functional.pad(result, (0, 0, 0, len(hidden) - count))
