@@ -120,6 +120,15 @@ DraftDense = Annotated[
         "int8 (copies) or target (all).",
     ),
 ]
+DraftExperts = Annotated[
+    str | None,
+    _option(
+        "--draft-experts",
+        metavar="WHICH",
+        help="Which experts a draft computes with: all (in INT4, resident), cached (those in "
+        "the slots, no memory) or auto.",
+    ),
+]
 NoPrefetch = Annotated[bool, typer.Option("--no-prefetch", help="Load experts on demand only.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 Plain = Annotated[bool, typer.Option("--plain", help="Plain lines: no bars, no colours.")]
@@ -158,6 +167,7 @@ def chat(
     link_latency: LinkLatency = None,
     threads: Threads = None,
     compile_when: Compile = None,
+    draft_experts: DraftExperts = None,
     draft_dense: DraftDense = None,
     no_prefetch: NoPrefetch = False,
     version: Annotated[
@@ -208,6 +218,7 @@ def run(
     link_latency: LinkLatency = None,
     threads: Threads = None,
     compile_when: Compile = None,
+    draft_experts: DraftExperts = None,
     draft_dense: DraftDense = None,
     no_prefetch: NoPrefetch = False,
     is_json: Json = False,

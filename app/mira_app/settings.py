@@ -17,6 +17,7 @@ from mira_engine.api import (
     ComputeDtype,
     ConfigError,
     DraftDense,
+    DraftExperts,
     EngineConfig,
     LinkConfig,
     MemoryAmount,
@@ -169,6 +170,7 @@ _PARSERS: dict[str, Callable[[str, object], object]] = {
     "threads": _whole,
     "prefetch": _switch,
     "compile": _choice(CompileMode),
+    "draft_experts": _choice(DraftExperts),
     "draft_dense": _choice(DraftDense),
     "temperature": _real,
     "top_k": _whole,
@@ -187,6 +189,7 @@ _ENGINE_FIELDS = {
     "threads": "num_threads",
     "prefetch": "is_prefetch_enabled",
     "compile": "compile_mode",
+    "draft_experts": "draft_experts",
     "draft_dense": "draft_dense",
 }
 _SAMPLING_FIELDS = {

@@ -63,7 +63,7 @@ from .events import (
     StatsSample,
     TokenDelta,
 )
-from .types import CompileMode, ComputeDtype, DraftDense, FinishReason, Precision
+from .types import CompileMode, ComputeDtype, DraftDense, DraftExperts, FinishReason, Precision
 from .wire import decode, encode, to_plain
 
 if typing.TYPE_CHECKING:
@@ -83,6 +83,7 @@ __all__ = [
     "ContextLengthError",
     "DiskSpaceError",
     "DraftDense",
+    "DraftExperts",
     "EngineConfig",
     "EngineProcessError",
     "EngineReady",

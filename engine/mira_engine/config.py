@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, field
 
 from .errors import ConfigError
-from .types import CompileMode, ComputeDtype, DraftDense, Eviction, Precision
+from .types import CompileMode, ComputeDtype, DraftDense, DraftExperts, Eviction, Precision
 
 MAX_DRAFT_TOKENS = 32
 """Largest speculation depth K. Source: Specter, selection of K (K_max = 32)."""
@@ -122,6 +122,7 @@ class EngineConfig:
         num_threads: Threads of the arithmetic, `None` for all physical cores but one.
         eviction: Which resident experts are given up first; `None` chooses by K.
         compile_mode: Whether native kernels and compiled steps are made and used.
+        draft_experts: Which routed experts a draft computes with.
         draft_dense: What a draft multiplies with outside of the routed experts.
         draft_words: Tokens that a draft chooses among, the first of the vocabulary, which in
             byte-pair vocabularies are the most frequent; 0 for all.
@@ -140,6 +141,7 @@ class EngineConfig:
     num_threads: int | None = None
     eviction: Eviction | None = None
     compile_mode: CompileMode = CompileMode.AUTO
+    draft_experts: DraftExperts = DraftExperts.AUTO
     draft_dense: DraftDense = DraftDense.AUTO
     draft_words: int = 0
 

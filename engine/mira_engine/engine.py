@@ -59,13 +59,14 @@ from .runtime.executor import ExpertExecutor
 from .runtime.native_path import NativePath
 from .runtime.passes import ModelPasses
 from .runtime.probe import bound_kernel_cache, default_num_threads
-from .runtime.slots import DraftArena, SlotArena, SlotBinder, slot_planes
+from .runtime.slots import DraftArena, SlotArena, SlotBinder, SlotDraft, slot_planes
 from .runtime.telemetry import MemoryProbe, ReplyMeter
 from .runtime.transfer import LinkThrottle
 from .types import (
     CompileMode,
     ComputeDtype,
     DraftDense,
+    DraftExperts,
     ExpertId,
     FinishReason,
     Phase,
@@ -166,7 +167,9 @@ class Engine:
         num_draft_tokens = self.config.num_draft_tokens
         if self.config.precision is Precision.INT4:
             num_draft_tokens = 0  # The target is the draft itself.
-        plan, note = plan_memory(facts, budget, num_draft_tokens, self.config.draft_dense)
+        plan, note = plan_memory(
+            facts, budget, num_draft_tokens, self.config.draft_dense, self.config.draft_experts
+        )
         if note:
             self._notice("speculation-off", note)
         available = psutil.virtual_memory().available
@@ -191,8 +194,9 @@ class Engine:
         self._end_ids = end_token_ids(folder, self.model.config, self._tokenizer)
         self.context_length = context_length(self.model.config, config.context_length)
         has_draft = self.plan.num_draft_tokens > 0
-        draft = None
-        if has_draft:
+        draft: DraftArena | SlotDraft | None = None
+        is_arena = has_draft and self.plan.draft_experts is DraftExperts.ALL
+        if is_arena:
             assert self._draft_source.format.draft_plane is not None
             draft = DraftArena(
                 self._draft_source,
@@ -201,9 +205,11 @@ class Engine:
             )
         slots = SlotArena(
             self.plan.num_slots,
-            slot_planes(self._target.format, has_draft=has_draft),
+            slot_planes(self._target.format, has_draft=is_arena),
             self._target.format,
         )
+        if has_draft and not is_arena:
+            draft = SlotDraft(self._target.format, slots)
         throttle = None
         if config.link.is_emulated:
             throttle = LinkThrottle(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .config import EngineConfig, SamplingConfig
-from .types import DraftDense, FinishReason, Precision
+from .types import DraftDense, DraftExperts, FinishReason, Precision
 
 PROTOCOL_VERSION = 1
 
@@ -34,6 +34,7 @@ class MemoryPlan:
         kv_bytes: KV cache at the full context.
         workspace_bytes: The largest prefill chunk's temporaries.
         budget_bytes: What experts may hold: `draft_bytes`, `draft_dense_bytes` and the slots.
+        draft_experts: Which routed experts the draft computes with.
         draft_bytes: The resident INT4 draft, 0 without one.
         draft_dense: What the draft multiplies with outside of the routed experts.
         draft_dense_bytes: Its copies of dense layers, 0 without.
@@ -48,6 +49,7 @@ class MemoryPlan:
     kv_bytes: int
     workspace_bytes: int
     budget_bytes: int
+    draft_experts: DraftExperts = DraftExperts.ALL
     draft_bytes: int
     draft_dense: DraftDense = DraftDense.TARGET
     draft_dense_bytes: int = 0

@@ -50,6 +50,14 @@ class DraftDense(enum.StrEnum):
     INT8 = "int8"
 
 
+class DraftExperts(enum.StrEnum):
+    """Which experts a draft computes with: all in INT4, or those in the slots at the time."""
+
+    AUTO = "auto"
+    ALL = "all"
+    CACHED = "cached"
+
+
 class CompileMode(enum.StrEnum):
     """Whether steps are compiled: never, in the background, or before the first reply."""
 

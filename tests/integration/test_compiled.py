@@ -19,7 +19,15 @@ from mira_engine.library import ModelHome, ModelLibrary
 from mira_engine.model.steps import StepSpec
 from mira_engine.prepare import prepare
 from mira_engine.runtime import capture
-from mira_engine.types import CompileMode, ComputeDtype, DraftDense, Phase, Precision
+from mira_engine.types import (
+    CompileMode,
+    ComputeDtype,
+    DraftDense,
+    DraftExperts,
+    ExpertId,
+    Phase,
+    Precision,
+)
 from transformers import AutoModelForCausalLM
 
 COMPILED = (
@@ -190,6 +198,35 @@ def _families_after(item: pytest.Item) -> list[str]:
     """Families that this run tests after `item`, in order."""
     tested = [other for other in item.session.items if other.originalname == item.originalname]
     return [other.callspec.params["family"] for other in tested[tested.index(item) + 1 :]]
+
+
+def test_draft_in_slots_computes_with_what_is_there_and_nothing_else(
+    prepared: Callable[..., ModelHome], load: Loaded
+) -> None:
+    home = prepared("olmoe", Precision.NESTED, has_windows=False)
+    engine = load(
+        home,
+        precision=Precision.NESTED,
+        dtype=ComputeDtype.BFLOAT16,
+        budget=MemoryAmount(share=0.6),
+        num_draft_tokens=K,
+        draft_experts=DraftExperts.CACHED,
+    )
+    setup, residency = engine.cache_setup, engine.executor.driver.residency
+    assert engine.plan.num_slots < setup.num_layers * setup.num_experts
+    tables = engine.executor._fused._draft_tables
+    for _ in engine.reply(_prompt(), SamplingConfig(max_new_tokens=NEW_TOKENS)):
+        engine.executor.collect(engine.executor.transfer.poll())
+        for layer, table in enumerate(tables):
+            for expert, addresses in enumerate(table.tolist()):
+                is_ready = residency.is_ready(ExpertId(layer, expert))
+                assert all(addresses) == any(addresses) == is_ready
+                if is_ready:
+                    slot = residency.slot_of(ExpertId(layer, expert))
+                    assert tuple(addresses) == engine.executor._fused._of_draft[slot]
+    stats = engine.stats()
+    assert stats.num_misses
+    assert stats.num_drafted
 
 
 @pytest.mark.parametrize("family", NOT_COMPILED)

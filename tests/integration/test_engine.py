@@ -49,7 +49,7 @@ from mira_engine.library import ModelHome, ModelLibrary
 from mira_engine.policy.residency import SlotState
 from mira_engine.prepare import preflight, prepare
 from mira_engine.runtime.telemetry import MemoryProbe
-from mira_engine.types import ComputeDtype, FinishReason, Phase, Plane, Precision
+from mira_engine.types import ComputeDtype, DraftExperts, FinishReason, Phase, Plane, Precision
 
 CHAT = (ChatMessage(role="user", content="Hello, who are you?"),)
 CONFIG = EngineConfig(
@@ -111,6 +111,47 @@ def test_text_does_not_depend_on_budget_or_k(
         stats = engine.stats()
         assert 0 < stats.expert_peak_bytes <= engine.plan.budget_bytes
         assert stats.num_new_tokens <= 30
+
+
+@pytest.mark.parametrize("precision", [Precision.NESTED, Precision.INT8])
+def test_draft_with_cached_experts_takes_no_memory_and_changes_no_text(
+    load: Callable[..., Engine], precision: Precision
+) -> None:
+    sampling = SamplingConfig(max_new_tokens=30)
+    plain = load(precision=precision, num_draft_tokens=0, budget=MemoryAmount(share=0.5))
+    expected = _text(plain, sampling)
+    tight, roomy = (
+        load(
+            precision=precision,
+            num_draft_tokens=4,
+            draft_experts=DraftExperts.CACHED,
+            budget=MemoryAmount(share=share),
+        )
+        for share in (0.5, 4.0)
+    )
+    assert tight.plan.num_slots == plain.plan.num_slots
+    assert tight.plan.draft_bytes == 0
+    assert tight.executor.draft.num_bytes == 0
+    for engine in (tight, roomy):
+        assert _text(engine, sampling) == expected
+        assert engine.stats().expert_peak_bytes <= engine.plan.budget_bytes
+    assert 0 < tight.stats().num_accepted < roomy.stats().num_accepted
+    assert tight.executor.meter.decode.num_prefetched > 0
+
+
+def test_draft_with_cached_experts_is_the_whole_draft_where_all_are_resident(
+    load: Callable[..., Engine],
+) -> None:
+    sampling, share = SamplingConfig(max_new_tokens=30), MemoryAmount(share=4.0)
+    drafts = []
+    for which in DraftExperts.ALL, DraftExperts.CACHED:
+        engine = load(num_draft_tokens=4, draft_experts=which, budget=share)
+        for _ in range(2):  # The first fills the slots.
+            engine.state.reset()
+            _text(engine, sampling)
+        stats = engine.stats()
+        drafts.append((stats.num_drafted, stats.num_accepted, stats.num_rounds))
+    assert drafts[0] == drafts[1]
 
 
 def test_nested_moves_half_of_what_int8_moves(load: Callable[..., Engine]) -> None:

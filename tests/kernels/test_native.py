@@ -287,6 +287,23 @@ def test_draft_experts_combine_and_count(native_kernels):
         assert counts.tolist() == [13, 13, 11, 11, 10, 12]
 
 
+def test_draft_experts_without_an_address_add_nothing_and_are_counted(native_kernels):
+    for layer in layers():
+        x, weights = random(5, layer.hidden), random(5, 2, seed=4, dtype=torch.float32)
+        index = torch.tensor([[0, 1], [1, 5], [2, 1], [0, 0], [5, 3]])
+        counts = torch.zeros(6, dtype=torch.int32)
+        addresses = layer.addresses.clone()
+        addresses[[1, 3]] = 0
+        y = native_kernels.draft_experts(x, index, weights, addresses, counts, *layer.sizes)
+        rows = layer.run(native_kernels, x, index, list(range(6)))
+        rows[(index.view(-1) == 1) | (index.view(-1) == 3)] = 0
+        assert torch.equal(y, native_kernels.combine_experts(rows, weights))
+        assert counts.tolist() == [3, 3, 1, 1, 0, 2]
+        addresses[:] = 0
+        y = native_kernels.draft_experts(x, index, weights, addresses, counts, *layer.sizes)
+        assert not y.any()
+
+
 def test_draft_experts_unknown_expert_raises_and_counts_nothing(native_kernels):
     layer, counts = Layer("int4", 2, 64, 32), torch.zeros(2, dtype=torch.int32)
     index = torch.tensor([[0, 2]])

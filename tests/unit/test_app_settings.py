@@ -80,6 +80,7 @@ def test_link_and_sampling_values_are_converted():
         ("prefetch", "maybe", "yes or no"),
         ("compile", "later", "off, auto, wait"),
         ("draft_dense", "int4", "auto, target, split, int8"),
+        ("draft_experts", "some", "auto, all, cached"),
         ("max_tokens", 0, "at least 1"),
         ("colour", "red", "colour"),
         ("seed", -1, "0 to 9223372036854775807"),

@@ -8,7 +8,7 @@ import pytest
 from mira_engine.config import MemoryAmount
 from mira_engine.errors import BudgetError
 from mira_engine.policy.budget import DEFAULT_NUM_DRAFT_TOKENS, ModelFacts, plan_memory
-from mira_engine.types import DraftDense
+from mira_engine.types import DraftDense, DraftExperts
 
 MIB = 2**20
 
@@ -85,6 +85,20 @@ def test_plan_default_k_is_given_up_visibly() -> None:
     plan, note = plan_memory(FACTS, MemoryAmount(share=0.8), None)
     assert plan.num_draft_tokens == DEFAULT_NUM_DRAFT_TOKENS
     assert not note
+
+
+def test_plan_of_a_draft_with_cached_experts_has_the_slots_of_no_draft() -> None:
+    for share in (0.02, 0.3, 0.75, 2.0):
+        budget = MemoryAmount(share=share)
+        plan, note = plan_memory(FACTS, budget, 4, draft_experts=DraftExperts.CACHED)
+        plain, _ = plan_memory(FACTS, budget, 0)
+        assert (plan.draft_bytes, plan.num_slots) == (0, plain.num_slots)
+        assert plan.slot_bytes == plain.slot_bytes
+        assert plan.num_draft_tokens == 4
+        assert plan.draft_experts is DraftExperts.CACHED
+        assert not note
+    with pytest.raises(BudgetError):
+        plan_memory(FACTS, MemoryAmount(share=0.01), 4, draft_experts=DraftExperts.CACHED)
 
 
 def test_plan_splits_dense_layers_where_nobody_chose() -> None:

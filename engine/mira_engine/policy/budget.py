@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ..config import MemoryAmount, format_bytes
 from ..errors import BudgetError
 from ..events import MemoryPlan
-from ..types import DraftDense
+from ..types import DraftDense, DraftExperts
 
 DEFAULT_NUM_DRAFT_TOKENS = 4
 """K where nobody chose one and the draft fits."""
@@ -72,6 +72,7 @@ def plan_memory(
     budget: MemoryAmount,
     num_draft_tokens: int | None,
     draft_dense: DraftDense = DraftDense.AUTO,
+    draft_experts: DraftExperts = DraftExperts.AUTO,
 ) -> tuple[MemoryPlan, str]:
     """Divides the budget into draft and slots; what would hold nothing is not taken.
 
@@ -80,6 +81,7 @@ def plan_memory(
         budget: For experts, draft and slots together.
         num_draft_tokens: K as asked for; `None` drafts where the draft fits.
         draft_dense: What the draft multiplies with outside of the experts.
+        draft_experts: Which routed experts the draft computes with.
 
     Returns:
         The plan, and a sentence where K had to be given up (else an empty string).
@@ -95,8 +97,10 @@ def plan_memory(
             f"{_in_both(minimum, facts)} for this model and precision.",
             hint=f"Give at least --budget {_suggest(minimum)}.",
         )
-    draft_bytes = facts.num_experts * facts.draft_record_bytes
-    minimum_with_draft = draft_bytes + facts.min_slots * facts.target_record_bytes
+    is_cached = draft_experts is DraftExperts.CACHED
+    draft_bytes = 0 if is_cached else facts.num_experts * facts.draft_record_bytes
+    target_bytes = facts.whole_record_bytes if is_cached else facts.target_record_bytes
+    minimum_with_draft = draft_bytes + facts.min_slots * target_bytes
     note = ""
     k = DEFAULT_NUM_DRAFT_TOKENS if num_draft_tokens is None else num_draft_tokens
     if k > 0 and given < minimum_with_draft:
@@ -113,9 +117,12 @@ def plan_memory(
             f"the budget is {_describe(budget, given)}."
         )
     has_draft = k > 0
-    slot_bytes = facts.target_record_bytes if has_draft else facts.whole_record_bytes
+    slot_bytes = target_bytes if has_draft else facts.whole_record_bytes
     fixed = draft_bytes if has_draft else 0
-    dense = _draft_dense(facts, draft_dense, given - fixed) if has_draft else DraftDense.TARGET
+    dense = DraftDense.TARGET
+    if has_draft:
+        room = given - fixed - facts.min_slots * slot_bytes
+        dense = _draft_dense(facts, draft_dense, room)
     dense_bytes = facts.draft_copy_bytes if dense is DraftDense.INT8 else 0
     fixed += dense_bytes
     num_slots = min((given - fixed) // slot_bytes, facts.num_experts)
@@ -126,6 +133,7 @@ def plan_memory(
         kv_bytes=facts.kv_bytes,
         workspace_bytes=facts.workspace_bytes,
         budget_bytes=given,
+        draft_experts=DraftExperts.CACHED if is_cached else DraftExperts.ALL,
         draft_bytes=draft_bytes if has_draft else 0,
         draft_dense=dense,
         draft_dense_bytes=dense_bytes,
@@ -150,7 +158,7 @@ def _draft_dense(facts: ModelFacts, wanted: DraftDense, room: int) -> DraftDense
         return DraftDense.TARGET
     if wanted is not DraftDense.INT8:
         return DraftDense.SPLIT
-    short = facts.draft_copy_bytes + facts.min_slots * facts.target_record_bytes - room
+    short = facts.draft_copy_bytes - room
     if short > 0:
         raise BudgetError(
             f"INT8 dense layers for the draft take {format_bytes(facts.draft_copy_bytes)}; the "

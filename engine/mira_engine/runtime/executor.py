@@ -25,7 +25,7 @@ from ..policy.base import Action, Await, Compute, Fetch, FetchReason
 from ..policy.driver import ExpertCacheDriver
 from ..types import ExpertId, Phase, ServedBy
 from .fused import FusedExperts, FusedPlan, lookahead_counts
-from .slots import DraftArena
+from .slots import DraftArena, SlotDraft
 from .telemetry import ReplyMeter, TrafficCounters
 from .transfer import Completion, Transfer
 
@@ -44,7 +44,7 @@ class ExpertExecutor:
         driver: Decides; its lookahead counters are what the draft's routing adds to.
         transfer: The link that fills slots.
         bind: Gives the weights of an expert in a slot.
-        draft: The resident INT4 experts, `None` without a draft.
+        draft: What a draft computes with, `None` without one.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class ExpertExecutor:
         driver: ExpertCacheDriver,
         transfer: Transfer,
         bind: Callable[[ExpertId, int], BoundExpert],
-        draft: DraftArena | None,
+        draft: DraftArena | SlotDraft | None,
     ) -> None:
         self.driver = driver
         self.transfer = transfer
@@ -64,6 +64,7 @@ class ExpertExecutor:
         self._bind = bind
         self._fused: FusedExperts | None = None
         self._counts: list[torch.Tensor] = []
+        self._is_draft_in_slots = False
 
     def __call__(
         self,
@@ -106,6 +107,11 @@ class ExpertExecutor:
     def use_fused(self, fused: FusedExperts) -> None:
         """Computes by native calls from now on. Between replies only: roundings differ."""
         self._fused = fused
+        if isinstance(self.draft, SlotDraft):
+            self._is_draft_in_slots = True
+            for expert, slot in self.driver.residency.residents():
+                if self.driver.residency.is_ready(expert):
+                    fused.place(expert, slot)
         self._counts = lookahead_counts(self.driver.lookahead)
 
     def _run_draft(
@@ -122,10 +128,16 @@ class ExpertExecutor:
         if fused is not None:
             return fused.draft(layer, hidden, top_k_index, top_k_weights, self._counts[layer])
         narrow = hidden.to(torch.bfloat16)
-        draft = self.draft
-        plan = _LayerPlan(module, narrow, top_k_index, lambda expert, slot: draft.expert(*expert))
+        draft, residency = self.draft, self.driver.residency
+        plan = _LayerPlan(module, narrow, top_k_index, lambda expert, slot: draft.bound[slot])
         self.driver.lookahead.record(layer, plan.flat_experts)
-        plan.compute([(ExpertId(layer, expert), 0) for expert in plan.experts])
+        chosen = [ExpertId(layer, expert) for expert in plan.experts]
+        if isinstance(draft, DraftArena):
+            present = [(expert, draft.position(expert)) for expert in chosen]
+        else:
+            present = [(e, residency.slot_of(e)) for e in chosen if residency.is_ready(e)]
+            plan.begin_with_zeros()
+        plan.compute(present)
         return plan.combine(top_k_weights).to(hidden.dtype)
 
     def _run_target(self, layer: int, plan: FusedPlan | _LayerPlan) -> None:
@@ -178,7 +190,9 @@ class ExpertExecutor:
                         traffic.num_prefetch_hits += num_tokens
                 case Await(expert):
                     self.transfer.promote(expert)
-                case Fetch(expert, slot, reason):
+                case Fetch(expert, slot, reason, evicted):
+                    if evicted is not None and self._is_draft_in_slots:
+                        self._fused.remove(evicted)
                     is_demand = reason is FetchReason.MISS
                     traffic.num_prefetched += not is_demand
                     self.transfer.submit(expert, slot, is_demand=is_demand)
@@ -204,6 +218,8 @@ class ExpertExecutor:
                 error = error or (item.error if is_needed else None)
                 continue
             ready += self.obey(self.driver.landed(item.slot))
+            if self._is_draft_in_slots:
+                self._fused.place(item.expert, item.slot)
             traffic.num_records += 1
             traffic.num_bytes += item.num_bytes
         if error is not None:
@@ -263,6 +279,10 @@ class _LayerPlan:
     def demand(self) -> list[tuple[int, int]]:
         """Experts and how many tokens chose each, ascending by expert."""
         return [(e, self.spans[e][1] - self.spans[e][0]) for e in self.experts]
+
+    def begin_with_zeros(self) -> None:
+        """Lets experts that are not computed add nothing."""
+        self._outputs = self._rows.new_zeros((len(self.flat_experts), self._rows.shape[-1]))
 
     def compute(self, experts: Sequence[tuple[ExpertId, int]]) -> None:
         """Runs experts that are in their slots and puts the results at their places."""

@@ -20,7 +20,7 @@ from transformers.integrations import moe
 from ..checkpoint.formats import BoundExpert, ExpertFormat
 from ..policy.lookahead import ExpertLookaheadBuffer
 from ..types import ExpertId, Precision
-from .slots import DraftArena, SlotArena, SlotBinder
+from .slots import DraftArena, SlotArena, SlotBinder, SlotDraft
 
 MAX_FUSED_TOKENS = 40
 """Most tokens of a pass taken here: the largest verification has 33."""
@@ -79,8 +79,9 @@ class FusedExperts:
         slots: The arena, whose memory never moves.
         bind: Gives the views of an expert in a slot.
         num_experts: Experts of a layer.
-        draft: The resident draft, `None` without one.
+        draft: The draft's experts, `None` without one.
         draft_format: Format of its records.
+        num_layers: MoE layers.
     """
 
     def __init__(
@@ -89,8 +90,9 @@ class FusedExperts:
         slots: SlotArena,
         bind: SlotBinder,
         num_experts: int,
-        draft: DraftArena | None,
+        draft: DraftArena | SlotDraft | None,
         draft_format: ExpertFormat,
+        num_layers: int,
     ) -> None:
         self._fmt = fmt
         self._shape = (fmt.shape.intermediate_size, fmt.group_size or 0, fmt.block_rows)
@@ -104,7 +106,12 @@ class FusedExperts:
         self._of_draft: list[tuple[int, ...]] = []
         if draft is not None:
             self._of_draft = [_addresses(expert) for expert in draft.bound]
-            table = torch.tensor(self._of_draft).view(-1, num_experts, len(self._of_draft[0]))
+            num_parts = len(self._of_draft[0])
+            if isinstance(draft, SlotDraft):
+                table = torch.zeros(num_layers, num_experts, num_parts, dtype=torch.int64)
+                self._in_slot = torch.tensor(self._of_draft)
+            else:
+                table = torch.tensor(self._of_draft).view(-1, num_experts, num_parts)
             self._draft_tables = list(table)
             self._draft_kind = _KINDS[type(draft.bound[0].up)]
             shape = draft_format.shape
@@ -127,6 +134,14 @@ class FusedExperts:
             expert.layer * self._num_experts + expert.expert
         ]
         return (up, up_scales, in_slot[2], down, down_scales, in_slot[5])
+
+    def place(self, expert: ExpertId, slot: int) -> None:
+        """The draft, which computes with what the slots hold, has this expert from now on."""
+        self._draft_tables[expert.layer][expert.expert] = self._in_slot[slot]
+
+    def remove(self, expert: ExpertId) -> None:
+        """The draft does without this expert from now on."""
+        self._draft_tables[expert.layer][expert.expert] = 0
 
     def outputs(self, num_rows: int, width: int) -> Tensor:
         """Returns `[num_rows, width]` float32 of reused room."""
@@ -170,6 +185,8 @@ class FusedExperts:
         counts: Tensor,
     ) -> Tensor:
         """Computes a layer's routed experts with the draft's; adds the choices to `counts`.
+
+        An expert that the draft does not have adds nothing to its tokens.
 
         Returns:
             `[T, C]` bfloat16.

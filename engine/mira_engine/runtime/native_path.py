@@ -29,7 +29,7 @@ from .executor import ExpertExecutor
 from .fused import FusedExperts, is_fusable
 from .passes import ModelPasses
 from .probe import MachineProfile
-from .slots import SlotArena, SlotBinder
+from .slots import SlotArena, SlotBinder, SlotDraft
 
 
 class NativePath:
@@ -162,6 +162,7 @@ class NativePath:
         target, draft_source = self._stores
         modules = [module for _, module in expert_modules_of(self._model)]
         if is_fusable(target.format, modules):
+            is_in_slots = isinstance(self._executor.draft, SlotDraft)
             self._executor.use_fused(
                 FusedExperts(
                     target.format,
@@ -169,7 +170,8 @@ class NativePath:
                     self._bind,
                     target.manifest.num_experts,
                     self._executor.draft,
-                    draft_source.format,
+                    (target if is_in_slots else draft_source).format,
+                    target.manifest.num_layers,
                 )
             )
         return True

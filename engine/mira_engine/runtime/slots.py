@@ -83,9 +83,29 @@ class DraftArena:
         finally:
             os.close(fd)
 
-    def expert(self, layer: int, expert: int) -> BoundExpert:
-        """Returns the expert's INT4 weights."""
-        return self.bound[layer * self._num_experts + expert]
+    def position(self, expert: ExpertId) -> int:
+        """Returns where in `bound` the expert's INT4 weights are."""
+        return expert.layer * self._num_experts + expert.expert
+
+
+class SlotDraft:
+    """A draft that computes with what the slots hold, and leaves out what they do not.
+
+    Takes no memory of its own. Of `nested` it reads the hi planes, other formats whole.
+
+    Args:
+        fmt: The target's format.
+        slots: The arena.
+    """
+
+    num_bytes = 0
+
+    def __init__(self, fmt: ExpertFormat, slots: SlotArena) -> None:
+        if fmt.draft_plane is not None:
+            plane = fmt.draft_plane
+            self.bound = [fmt.bind_draft(records[plane]) for records in slots.records]
+        else:
+            self.bound = [fmt.bind(records) for records in slots.records]
 
 
 def slot_planes(fmt: ExpertFormat, *, has_draft: bool) -> tuple[Plane, ...]:
@@ -104,9 +124,11 @@ class SlotBinder:
         draft: The resident draft; with `nested` its hi planes complete a slot's lo plane.
     """
 
-    def __init__(self, fmt: ExpertFormat, slots: SlotArena, draft: DraftArena | None) -> None:
+    def __init__(
+        self, fmt: ExpertFormat, slots: SlotArena, draft: DraftArena | SlotDraft | None
+    ) -> None:
         self._draft: DraftArena | None = None
-        if draft is not None and isinstance(fmt, NestedFormat):
+        if isinstance(draft, DraftArena) and isinstance(fmt, NestedFormat):
             self._draft = draft
             self._combine = fmt.combine
             self._low = [fmt.bind_low(records[Plane.LO]) for records in slots.records]
@@ -121,5 +143,5 @@ class SlotBinder:
     def __call__(self, expert: ExpertId, slot: int) -> BoundExpert:
         """Returns the expert's weights, which are in the slot."""
         if self._draft is not None:
-            return self._combine(self._draft.expert(*expert), self._low[slot])
+            return self._combine(self._draft.bound[self._draft.position(expert)], self._low[slot])
         return self._whole[slot]

@@ -429,14 +429,16 @@ Tensor draft_experts(const Tensor& x, const Tensor& index, const Tensor& weights
   const auto* chosen = static_cast<const int64_t*>(choices.const_data_ptr());
   for (int64_t i = 0; i < num_choices; ++i)
     STD_TORCH_CHECK(chosen[i] >= 0 && chosen[i] < num_experts, "no such expert: ", chosen[i]);
+  const auto* parts = static_cast<const int64_t*>(addresses.const_data_ptr());
   std::vector<int32_t> slot_of(num_experts);
-  for (int64_t e = 0; e < num_experts; ++e) slot_of[e] = int32_t(e);
-  route(chosen, num_choices, slot_of, num_experts,
-        static_cast<const int64_t*>(addresses.const_data_ptr()), shape.num_parts(),
-        rooms.routing);
+  for (int64_t e = 0; e < num_experts; ++e)
+    slot_of[e] = parts[e * shape.num_parts()] ? int32_t(e) : -1;
+  route(chosen, num_choices, slot_of, num_experts, parts, shape.num_parts(), rooms.routing);
   auto* seen = static_cast<int32_t*>(counts.mutable_data_ptr());
   for (int64_t i = 0; i < num_choices; ++i) ++seen[chosen[i]];
   float* rows = rooms.rows.take<float>(num_choices * shape.hidden);
+  for (int64_t i = 0; i < num_choices; ++i)
+    if (slot_of[chosen[i]] < 0) std::fill_n(rows + i * shape.hidden, shape.hidden, 0.f);
   if (!rooms.routing.segments.empty())
     run_experts(shape, x, index.size(1), rooms, rows, shape.hidden, true);
   combine(rows, true, shape.hidden, weights, shape.hidden,
