@@ -108,6 +108,7 @@ class Engine:
     ) -> None:
         self.home = home
         self._cache_dir = cache_dir if config.compile_mode is not CompileMode.OFF else None
+        self._profile_dir = cache_dir
         self.config = config
         self._notify = on_notice
         self._is_load_cancelled = is_cancelled
@@ -192,9 +193,9 @@ class Engine:
 
     def _known_rates(self) -> MachineRates | None:
         """This machine's rates if they were measured before; loading measures nothing."""
-        if self._cache_dir is None:
+        if self._profile_dir is None:
             return None
-        profile = MachineProfile(self._cache_dir / PROFILE_FILE)
+        profile = MachineProfile(self._profile_dir / PROFILE_FILE)
         rates = profile.rates(torch.get_num_threads(), psutil.virtual_memory().available)
         if rates is None:
             return None

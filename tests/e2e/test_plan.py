@@ -6,8 +6,6 @@ import json
 import subprocess
 import sys
 
-import pytest
-
 TIMEOUT_S = 120
 
 
@@ -29,11 +27,9 @@ def test_plan_of_the_builtin_model_needs_no_model_and_keeps_the_rates(data_dir):
     assert [path.name for path in data_dir.iterdir() if path.name.startswith(".link")] == []
 
 
-def test_plan_of_a_folder_with_only_its_configuration_and_of_one_without(tiny_checkpoint, tmp_path,
-                                                                         data_dir):  # fmt: skip
+def test_plan_of_a_folder_with_only_its_configuration(tiny_checkpoint, tmp_path, data_dir):
     folder = tmp_path / "only-config"
     folder.mkdir()
-    assert plan(folder, "--machine", "rtx-3070").returncode == 1
     config = (tiny_checkpoint("olmoe") / "config.json").read_text()
     (folder / "config.json").write_text(config)
     done = plan(folder, "--machine", "rtx-3070")
@@ -42,14 +38,10 @@ def test_plan_of_a_folder_with_only_its_configuration_and_of_one_without(tiny_ch
     assert "mode: resident" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "missing"),
-    [(["--memory", "64MiB"], "MiB short"), (["--budget", "1KiB"], "below the minimum")],
-)
-def test_plan_that_fits_nothing_prints_the_table_and_exits_2(data_dir, arguments, missing):
-    done = plan("--machine", "rtx-3070", *arguments)
+def test_plan_that_fits_nothing_prints_the_table_and_exits_2(data_dir):
+    done = plan("--machine", "rtx-3070", "--memory", "64MiB")
     assert done.returncode == 2
     assert "on-demand, nested" in done.stdout
-    assert missing in done.stderr
-    assert "hint: " in done.stderr
+    assert "MiB short" in done.stderr
+    assert "hint: Give at least --memory" in done.stderr
     assert "Traceback" not in done.stderr

@@ -9,11 +9,15 @@ import psutil
 import pytest
 from mira_app.machines import find_machine
 from mira_engine.config import EngineConfig, MemoryAmount
-from mira_engine.errors import UnsupportedModelError
-from mira_engine.events import PlanMade, PlanModel
-from mira_engine.library import ModelLibrary
+from mira_engine.engine import Engine
+from mira_engine.errors import BudgetError, UnsupportedModelError
+from mira_engine.events import MemoryPlan, PlanMade, PlanModel
+from mira_engine.library import ModelHome, ModelLibrary
 from mira_engine.planning import own_rates, plan_model
-from mira_engine.types import CacheMode, Precision, Strategy
+from mira_engine.policy.budget import DEFAULT_NUM_DRAFT_TOKENS
+from mira_engine.prepare import prepare
+from mira_engine.runtime.probe import PROFILE_FILE, MachineProfile
+from mira_engine.types import CacheMode, CompileMode, Precision, Strategy
 
 GIB = 2**30
 CARDS = ("rtx-3070", "rtx-3060-12gb", "rtx-4060-ti-16gb", "rtx-3090", "rtx-a6000")
@@ -138,3 +142,54 @@ def test_host_memory_too_small_for_the_experts_is_told(tmp_path):
     request = PlanModel(request_id="r", model="builtin", machine=machine)
     made = plan_model(home, request, data_dir=tmp_path, cache_dir=None)
     assert any("comes from the disk" in note for note in made.notes)
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory, tiny_checkpoint) -> ModelHome:
+    """A tiny model that can be loaded."""
+    home = ModelLibrary(tmp_path_factory.mktemp("planning")).resolve(
+        str(tiny_checkpoint("qwen3_moe"))
+    )
+    prepare(home, Precision.NESTED, on_progress=lambda *_: None)
+    return home
+
+
+def loaded(home: ModelHome, cache_dir: Path, **config: object) -> tuple[MemoryPlan, list[str]]:
+    """The plan of an engine that was loaded and closed, and its notices."""
+    notices: list[str] = []
+    engine = Engine.load(
+        home,
+        EngineConfig(
+            compile_mode=CompileMode.OFF, num_threads=1, is_direct_io=False, context_length=128,
+            **config,
+        ),
+        cache_dir=cache_dir,
+        on_notice=lambda notice: notices.append(notice.text),
+    )  # fmt: skip
+    engine.close()
+    return engine.plan, notices
+
+
+def test_engine_drafts_unless_kept_rates_say_that_it_is_slower(prepared, tmp_path):
+    budget = MemoryAmount(share=2.0)
+    unknown, _ = loaded(prepared, tmp_path, budget=budget)
+    assert unknown.num_draft_tokens == DEFAULT_NUM_DRAFT_TOKENS
+    assert list(tmp_path.iterdir()) == [], "loading measures nothing"
+    rates = replace(find_machine("rtx-3070"), flops_per_s=1e13, layer_overhead_s=0.0)
+    MachineProfile(tmp_path / PROFILE_FILE).keep_rates(rates, 1)
+    known, notices = loaded(prepared, tmp_path, budget=budget)
+    assert known.num_draft_tokens == 0
+    assert any(text.startswith("Speculation is off: ") for text in notices)
+    asked, _ = loaded(prepared, tmp_path, budget=budget, num_draft_tokens=4)
+    assert asked == unknown
+
+
+def test_engine_takes_what_the_memory_leaves_and_no_more(prepared, tmp_path):
+    roomy, _ = loaded(prepared, tmp_path, num_draft_tokens=0, budget=MemoryAmount(share=9.0))
+    assert roomy.mode is CacheMode.RESIDENT
+    few = roomy.fixed_bytes + 5 * roomy.slot_bytes
+    plan, notices = loaded(prepared, tmp_path, num_draft_tokens=0, memory_bytes=few)
+    assert (plan.num_slots, plan.total_bytes) == (5, few)
+    assert not any("75%" in text for text in notices)
+    with pytest.raises(BudgetError, match="short"):
+        loaded(prepared, tmp_path, memory_bytes=roomy.fixed_bytes)

@@ -324,4 +324,8 @@ def test_plan_with_wrong_usage_exits_2_and_starts_no_engine(mira, tmp_path, args
     assert not done.stdout
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "logs").exists()
-    assert json.loads(mira("plan", "--json", *args).stdout)["error"]["code"] == "ConfigError"
+
+
+def test_plan_json_tells_wrong_usage_as_one_object(mira):
+    told = json.loads(mira("plan", "--json", "--memory", "40%").stdout)
+    assert told["error"]["code"] == "ConfigError"
