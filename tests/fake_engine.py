@@ -11,6 +11,7 @@ Run as `python fake_engine.py [MODE ...]`; a mode changes one behaviour:
     mute-start      says nothing at all
     garbage         sends a line that is no message after the first request
     unread          answers every request with a failure that names no request
+    plan-refused    PlanModel finds nothing that fits
     fail-load       LoadModel ends with a BudgetError
     fail-reply      Generate ends with a ContextLengthError after two tokens
     slow-prepare    preparation goes on until cancelled
@@ -58,6 +59,32 @@ PLAN = api.MemoryPlan(
     reference_bytes=480 * 2**20,
     num_experts=480,
     num_draft_tokens=4,
+)
+MACHINE = api.MachineRates(
+    name="fake machine",
+    device_memory_bytes=8 * 2**30,
+    device_bytes_per_s=2e10,
+    link_bytes_per_s=1e9,
+)
+ALTERNATIVES = (
+    api.PlanAlternative(
+        strategy=api.Strategy.SPECULATIVE,
+        precision=api.Precision.NESTED,
+        num_draft_tokens=4,
+        plan=PLAN,
+        hit_rate=0.9,
+        tpot_s=0.0123,
+        ttft_s=0.5,
+        is_chosen=True,
+        reason="the fastest that fits and is allowed",
+    ),
+    api.PlanAlternative(
+        strategy=api.Strategy.ON_DEMAND,
+        precision=api.Precision.NESTED,
+        num_draft_tokens=0,
+        missing_bytes=5 * 2**20,
+        reason="5.0 MiB short: it needs 1.0 GiB in all",
+    ),
 )
 WORDS = ("A cache ", "keeps ", "**hot** ", "things ", "near.")
 ESCAPES = ("safe \x1b", "[31mred\x1b[", "0m \x1b]0;title", "\x07done\u202e\r\n", "\tend")
@@ -120,6 +147,7 @@ class FakeEngine:
                 api.PrepareModel: self.prepare,
                 api.LoadModel: self.load,
                 api.Generate: self.generate,
+                api.PlanModel: self.plan,
             }[type(request)](request)
         return 0
 
@@ -147,6 +175,24 @@ class FakeEngine:
         self.emit(
             api.PrepareDone(
                 request_id=request.request_id, model=request.model, precision=request.precision
+            )
+        )
+
+    def plan(self, request: api.PlanModel) -> None:
+        is_refused = "plan-refused" in self.modes
+        self.emit(
+            api.PlanMade(
+                request_id=request.request_id,
+                model=request.model,
+                title="Fake MoE",
+                machine=request.machine or MACHINE,
+                memory_bytes=request.config.memory_bytes or 7 * 2**30,
+                context_length=2048,
+                num_prompt_tokens=512,
+                alternatives=ALTERNATIVES[1:] if is_refused else ALTERNATIVES,
+                notes=("Something was assumed.",),
+                refusal="This model needs 1.0 GiB: 5.0 MiB short." if is_refused else "",
+                hint="Give at least --memory 1024MiB." if is_refused else "",
             )
         )
 

@@ -54,6 +54,14 @@ Budget = Annotated[
         help="Device memory for experts, draft and slots together; % of all experts in INT8.",
     ),
 ]
+Memory = Annotated[
+    str | None,
+    _option(
+        "--memory",
+        metavar="8GiB",
+        help="All that the engine may hold on the device; without --budget, experts get the rest.",
+    ),
+]
 DraftTokens = Annotated[
     int | None, _option("-k", metavar="K", help="Draft tokens per round; 0 turns drafting off.")
 ]
@@ -151,6 +159,7 @@ def chat(
     context: typer.Context,
     model: Model = None,
     budget: Budget = None,
+    memory: Memory = None,
     k: DraftTokens = None,
     precision: Target = None,
     dtype: Dtype = None,
@@ -202,6 +211,7 @@ def run(
     ] = None,
     model: Model = None,
     budget: Budget = None,
+    memory: Memory = None,
     k: DraftTokens = None,
     precision: Target = None,
     dtype: Dtype = None,
@@ -249,6 +259,44 @@ def prepare(
 
 
 @app.command()
+def plan(
+    model: Annotated[
+        str | None, typer.Argument(help="`builtin`, or a folder with at least a config.json.")
+    ] = None,
+    budget: Budget = None,
+    memory: Memory = None,
+    k: DraftTokens = None,
+    machine: Annotated[
+        str | None,
+        _option(
+            "--machine",
+            metavar="FILE|CARD",
+            help="Plan for another machine: a card such as rtx-4070, or a file of rates.",
+        ),
+    ] = None,
+    precision: Target = None,
+    dtype: Dtype = None,
+    context_length: Context = None,
+    threads: Threads = None,
+    compile_when: Compile = None,
+    draft_dense: DraftDense = None,
+    is_compact_allowed: Annotated[
+        bool, typer.Option("--compact", help="Let INT4 experts answer, if that is the fastest.")
+    ] = False,
+    is_json: Json = False,
+) -> None:
+    """Says where the memory would go and how fast replies would be; loads no weight."""
+    given = dict(locals())
+    own = ("machine", "is_compact_allowed", "is_json")
+    flags = _flags({name: value for name, value in given.items() if name not in own})
+    from .planning import PlanReporter
+
+    reporter = PlanReporter(machine, is_compact_allowed=is_compact_allowed, is_json=is_json)
+    with reporting_errors():
+        reporter.report(lambda: _settings(flags), make_client, typer.echo)
+
+
+@app.command()
 def models(precision: Target = None, is_json: Json = False) -> None:
     """Lists the models one can pick."""
     with reporting_errors():
@@ -292,7 +340,7 @@ def _flags(given: dict[str, object]) -> dict[str, object]:
     names = {"context_length": "context", "compile_when": "compile"}
     left_out = ("context", "prompt", "is_json", "is_plain", "no_prefetch", "version")
     flags = {names.get(n, n): value for n, value in given.items() if n not in left_out}
-    flags["prefetch"] = False if given["no_prefetch"] else None
+    flags["prefetch"] = False if given.get("no_prefetch") else None
     return flags
 
 

@@ -17,6 +17,7 @@ from mira_engine.api import (
     GenerationDone,
     MiraError,
     ModelLoaded,
+    PlanMade,
     PrepareDone,
     PrepareProgress,
     PromptProgress,
@@ -26,7 +27,7 @@ from mira_engine.api import (
     error_from_fields,
 )
 
-FINAL_EVENTS = (PrepareDone, ModelLoaded, GenerationDone)
+FINAL_EVENTS = (PrepareDone, ModelLoaded, GenerationDone, PlanMade)
 _SAMPLES = (PrepareProgress, PromptProgress, StatsSample)
 _MAX_JOINED_CHARS = 2048
 

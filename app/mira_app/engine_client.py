@@ -31,6 +31,7 @@ from mira_engine.api import (
     Generate,
     LoadModel,
     Notice,
+    PlanModel,
     PrepareModel,
     Request,
     RequestFailed,
@@ -380,7 +381,7 @@ class EngineClient:
         """Returns an id no other request of this client has."""
         return f"r{next(self._ids)}"
 
-    def submit(self, request: PrepareModel | LoadModel | Generate) -> EngineCall:
+    def submit(self, request: PrepareModel | LoadModel | Generate | PlanModel) -> EngineCall:
         """Sends a request; the call returned receives its events. Starts a process if none."""
         self.start()
         assert self._process is not None

@@ -135,6 +135,18 @@ def _budget(name: str, value: object) -> MemoryAmount:
     return MemoryAmount.parse(str(value))
 
 
+def _memory(name: str, value: object) -> int:
+    """Parses `8GiB`; a share would be of what?"""
+    hint = "Write a size such as 8GiB or 600MiB."
+    try:
+        amount = MemoryAmount.parse(str(value))
+    except ConfigError:
+        raise ConfigError.for_field(_flag(name), value, hint) from None
+    if amount.num_bytes is None:
+        raise ConfigError.for_field(_flag(name), value, hint)
+    return amount.num_bytes
+
+
 def _rate(name: str, value: object) -> float:
     """Parses `500MB` or `500MB/s` to bytes per second."""
     hint = "Write a size per second such as 500MB or 2GiB."
@@ -163,6 +175,7 @@ _PARSERS: dict[str, Callable[[str, object], object]] = {
     "precision": _choice(Precision),
     "dtype": _choice(ComputeDtype),
     "budget": _budget,
+    "memory": _memory,
     "k": _whole,
     "context": _whole,
     "link_rate": _rate,
@@ -184,6 +197,7 @@ _ENGINE_FIELDS = {
     "precision": "precision",
     "dtype": "dtype",
     "budget": "budget",
+    "memory": "memory_bytes",
     "k": "num_draft_tokens",
     "context": "context_length",
     "threads": "num_threads",

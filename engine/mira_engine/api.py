@@ -15,6 +15,7 @@ from .config import (
     MAX_DRAFT_TOKENS,
     EngineConfig,
     LinkConfig,
+    MachineRates,
     MemoryAmount,
     SamplingConfig,
     format_bytes,
@@ -52,6 +53,9 @@ from .events import (
     MemoryPlan,
     ModelLoaded,
     Notice,
+    PlanAlternative,
+    PlanMade,
+    PlanModel,
     PrepareDone,
     PrepareModel,
     PrepareProgress,
@@ -63,7 +67,16 @@ from .events import (
     StatsSample,
     TokenDelta,
 )
-from .types import CompileMode, ComputeDtype, DraftDense, DraftExperts, FinishReason, Precision
+from .types import (
+    CacheMode,
+    CompileMode,
+    ComputeDtype,
+    DraftDense,
+    DraftExperts,
+    FinishReason,
+    Precision,
+    Strategy,
+)
 from .wire import decode, encode, to_plain
 
 if typing.TYPE_CHECKING:
@@ -73,6 +86,7 @@ __all__ = [
     "MAX_DRAFT_TOKENS",
     "PROTOCOL_VERSION",
     "BudgetError",
+    "CacheMode",
     "Cancel",
     "CancelledError",
     "ChatMessage",
@@ -97,6 +111,7 @@ __all__ = [
     "IndexUnreachableError",
     "LinkConfig",
     "LoadModel",
+    "MachineRates",
     "MemoryAmount",
     "MemoryPlan",
     "MiraError",
@@ -106,6 +121,9 @@ __all__ = [
     "ModelLoaded",
     "NonFiniteError",
     "Notice",
+    "PlanAlternative",
+    "PlanMade",
+    "PlanModel",
     "Precision",
     "PrepareDone",
     "PrepareError",
@@ -119,6 +137,7 @@ __all__ = [
     "Shutdown",
     "StatsSample",
     "StoreError",
+    "Strategy",
     "TokenDelta",
     "UnknownModelError",
     "UnsupportedModelError",

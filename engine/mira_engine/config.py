@@ -6,6 +6,7 @@ bytes, layers) lives in the plan and is never written back here.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
 
@@ -103,6 +104,50 @@ class LinkConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MachineRates:
+    """What a machine does in a second: measured here, or written down for another one.
+
+    Attributes:
+        name: For people.
+        device_memory_bytes: Memory that the engine may use on the device.
+        device_bytes_per_s: Rate at which one pass reads weights from that memory.
+        flops_per_s: Operations per second of products with many rows; `None` where unknown.
+        link_bytes_per_s: Rate of the link from the expert store to the device.
+        link_latency_s: Seconds that each record takes beside its bytes.
+        layer_overhead_s: Seconds that each layer of a pass takes beside bytes and
+            operations: launches, small kernels.
+        host_memory_bytes: Host memory for experts; what does not fit comes from the disk
+            at `disk_bytes_per_s`. `None` where everything fits or the link is the disk.
+        disk_bytes_per_s: Rate of the disk below the host memory.
+        is_gpu: Whether the device is a graphics card.
+    """
+
+    name: str
+    device_memory_bytes: int
+    device_bytes_per_s: float
+    flops_per_s: float | None = None
+    link_bytes_per_s: float
+    link_latency_s: float = 0.0
+    layer_overhead_s: float = 1e-4
+    host_memory_bytes: int | None = None
+    disk_bytes_per_s: float = 2e9
+    is_gpu: bool = False
+
+    def __post_init__(self) -> None:
+        for name in (
+            "device_memory_bytes", "device_bytes_per_s", "flops_per_s",
+            "link_bytes_per_s", "host_memory_bytes", "disk_bytes_per_s",
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ConfigError.for_field(name, value, "Give a number above 0.")
+        for name in ("link_latency_s", "layer_overhead_s"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ConfigError.for_field(name, value, "Give 0 or more seconds.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """How a model is loaded and run.
 
@@ -111,6 +156,8 @@ class EngineConfig:
         dtype: Arithmetic and type of the non-expert weights.
         budget: Device bytes for experts, draft and slots together; `None` takes the
             model's default.
+        memory_bytes: All that the engine may hold on the device, `None` for what is free.
+            Where there is no `budget`, experts get what else leaves of it.
         num_draft_tokens: Speculation depth K; 0 decodes plainly, `None` takes the default
             and falls back to 0 where the budget has no room for the draft.
         context_length: Tokens of KV cache, `None` for the model's own up to 8192.
@@ -131,6 +178,7 @@ class EngineConfig:
     precision: Precision = Precision.NESTED
     dtype: ComputeDtype = ComputeDtype.BFLOAT16
     budget: MemoryAmount | None = None
+    memory_bytes: int | None = None
     num_draft_tokens: int | None = None
     context_length: int | None = None
     link: LinkConfig = field(default_factory=LinkConfig)
@@ -153,6 +201,8 @@ class EngineConfig:
             raise ConfigError.for_field(
                 "K", k, "With --precision int4 the target is the draft itself: use -k 0."
             )
+        if self.memory_bytes is not None and self.memory_bytes <= 0:
+            raise ConfigError.for_field("memory", self.memory_bytes, "Give more than 0 bytes.")
         if self.context_length is not None and self.context_length < 16:
             raise ConfigError.for_field("context", self.context_length, "Give at least 16 tokens.")
         if self.num_reader_threads < 1:

@@ -16,7 +16,7 @@ import torch
 from mira_kernels.weights import Int4Layout
 
 from .checkpoint.store import ExpertStore
-from .config import EngineConfig, MemoryAmount, SamplingConfig, format_bytes
+from .config import EngineConfig, MachineRates, SamplingConfig, format_bytes
 from .errors import (
     BudgetError,
     CancelledError,
@@ -50,7 +50,14 @@ from .model.kv import StateManager
 from .model.linear import DenseSwitch
 from .model.loader import load_backbone
 from .model.sampling import Sampler
-from .policy.budget import plan_memory
+from .policy.alternatives import (
+    PlanWishes,
+    choose_plan,
+    usable_memory,
+    usual_budget,
+    with_link,
+)
+from .policy.cost_model import usual_expectations
 from .policy.driver import CacheSetup, ExpertCacheDriver
 from .policy.eviction import preferred_eviction
 from .runtime.disk import DiskTransfer
@@ -58,7 +65,12 @@ from .runtime.draft import DraftStage
 from .runtime.executor import ExpertExecutor
 from .runtime.native_path import NativePath
 from .runtime.passes import ModelPasses
-from .runtime.probe import bound_kernel_cache, default_num_threads
+from .runtime.probe import (
+    PROFILE_FILE,
+    MachineProfile,
+    bound_kernel_cache,
+    default_num_threads,
+)
 from .runtime.slots import DraftArena, SlotArena, SlotBinder, SlotDraft, slot_planes
 from .runtime.telemetry import MemoryProbe, ReplyMeter
 from .runtime.transfer import LinkThrottle
@@ -73,9 +85,6 @@ from .types import (
     Plane,
     Precision,
 )
-
-DEFAULT_BUDGET = MemoryAmount(share=0.75)
-"""Budget where nobody chose one. It leaves something to see on a model that would fit."""
 
 _SAMPLE_INTERVAL_S = 0.25
 
@@ -100,6 +109,7 @@ class Engine:
     ) -> None:
         self.home = home
         self._cache_dir = cache_dir if config.compile_mode is not CompileMode.OFF else None
+        self._profile_dir = cache_dir
         self.config = config
         self._notify = on_notice
         self._is_load_cancelled = is_cancelled
@@ -156,23 +166,24 @@ class Engine:
             self.home.backbone_dir, self.config, self._target.format, self._draft_source.format
         )
         self._top_k = facts.top_k
-        budget = self.config.budget
-        if budget is None:
-            budget = DEFAULT_BUDGET
-            self._notice(
-                "default-budget",
-                f"Experts may use {budget} of their INT8 size "
-                f"({format_bytes(budget.resolve(facts.reference_bytes))}); --budget changes it.",
-            )
-        num_draft_tokens = self.config.num_draft_tokens
-        if self.config.precision is Precision.INT4:
-            num_draft_tokens = 0  # The target is the draft itself.
-        plan, note = plan_memory(
-            facts, budget, num_draft_tokens, self.config.draft_dense, self.config.draft_experts
+        config = self.config
+        available = psutil.virtual_memory().available
+        budget = config.budget
+        if budget is None and config.memory_bytes is None:
+            budget, note = usual_budget(facts, usable_memory(available))
+            self._notice("default-budget", note)
+        wishes = PlanWishes(
+            budget=budget,
+            memory_bytes=config.memory_bytes,
+            num_draft_tokens=config.num_draft_tokens,
+            draft_dense=config.draft_dense,
+            draft_experts=config.draft_experts,
+            precision=config.precision,
         )
+        expect = usual_expectations(is_builtin=self.home.is_builtin)
+        plan, note = choose_plan(facts, wishes, self._known_rates(), expect)
         if note:
             self._notice("speculation-off", note)
-        available = psutil.virtual_memory().available
         if plan.total_bytes > available:
             raise BudgetError(
                 f"This needs {format_bytes(plan.total_bytes)} of memory, "
@@ -181,6 +192,17 @@ class Engine:
                 hint="Give a smaller --budget or --context, or close other programs.",
             )
         return plan
+
+    def _known_rates(self) -> MachineRates | None:
+        """This machine's rates if they were measured before; loading measures nothing."""
+        if self._profile_dir is None:
+            return None
+        profile = MachineProfile(self._profile_dir / PROFILE_FILE)
+        rates = profile.rates(torch.get_num_threads(), psutil.virtual_memory().available)
+        if rates is None:
+            return None
+        link = self.config.link
+        return with_link(rates, bytes_per_s=link.bytes_per_s, latency_s=link.latency_s)
 
     def _arrange_device(self) -> None:
         """Loads the backbone, allocates the arenas, and connects model and executor."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .config import EngineConfig, SamplingConfig
-from .types import DraftDense, DraftExperts, FinishReason, Precision
+from .config import EngineConfig, MachineRates, SamplingConfig
+from .types import CacheMode, DraftDense, DraftExperts, FinishReason, Precision, Strategy
 
 PROTOCOL_VERSION = 1
 
@@ -43,6 +43,10 @@ class MemoryPlan:
         reference_bytes: All routed experts in INT8, which percentages refer to.
         num_experts: Routed experts of the model, over all layers.
         num_draft_tokens: K in force.
+        mode: How much of the experts the slots hold.
+        num_hot_slots: Slots of the HOT region.
+        num_stage_slots: Slots of the STAGE region. What HOT and STAGE leave is transient:
+            kept for misses that find no room in STAGE.
     """
 
     non_expert_bytes: int
@@ -58,11 +62,53 @@ class MemoryPlan:
     reference_bytes: int
     num_experts: int
     num_draft_tokens: int
+    mode: CacheMode = CacheMode.LARGE
+    num_hot_slots: int = 0
+    num_stage_slots: int = 0
+
+    @property
+    def num_transient_slots(self) -> int:
+        """Slots of neither region."""
+        return self.num_slots - self.num_hot_slots - self.num_stage_slots
+
+    @property
+    def fixed_bytes(self) -> int:
+        """What the engine holds beside the experts."""
+        return self.non_expert_bytes + self.kv_bytes + self.workspace_bytes
 
     @property
     def total_bytes(self) -> int:
         """Everything the engine may hold on the device."""
-        return self.non_expert_bytes + self.kv_bytes + self.workspace_bytes + self.budget_bytes
+        return self.fixed_bytes + self.budget_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanAlternative:
+    """One way to use the memory, with what is expected of it.
+
+    Attributes:
+        strategy: Draft, prediction, demand, or INT4 experts.
+        precision: Expert format of its target.
+        num_draft_tokens: K.
+        plan: Where the bytes go; `None` where they do not suffice.
+        missing_bytes: What is missing then, else 0.
+        hit_rate: Expected share of routed tokens served by a resident expert.
+        tpot_s: Predicted seconds of one new token; `None` without machine rates or plan.
+        ttft_s: Predicted seconds from a prompt to its first token, as above.
+        is_chosen: Whether the engine would run this one. At most one of a list is.
+        reason: Why it is chosen, or why not; one sentence.
+    """
+
+    strategy: Strategy
+    precision: Precision
+    num_draft_tokens: int
+    plan: MemoryPlan | None = None
+    missing_bytes: int = 0
+    hit_rate: float | None = None
+    tpot_s: float | None = None
+    ttft_s: float | None = None
+    is_chosen: bool = False
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +231,25 @@ class Shutdown:
     """Finish and exit."""
 
 
-Request = PrepareModel | LoadModel | Generate | Cancel | Shutdown
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanModel:
+    """Work out where the memory would go and how fast it would be; loads no weight.
+
+    Attributes:
+        model: As for `PrepareModel`; need not be prepared, `config.json` suffices.
+        config: Memory, budget, K and the rest, as for `LoadModel`.
+        machine: Plan for this machine instead of the engine's own, which is measured.
+        is_compact_allowed: Whether INT4 experts as the target may be chosen.
+    """
+
+    request_id: str
+    model: str
+    config: EngineConfig = field(default_factory=EngineConfig)
+    machine: MachineRates | None = None
+    is_compact_allowed: bool = False
+
+
+Request = PrepareModel | LoadModel | Generate | Cancel | Shutdown | PlanModel
 
 # -- events: engine -> app ------------------------------------------------------------------
 
@@ -256,6 +320,36 @@ class ModelLoaded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlanMade:
+    """The answer to `PlanModel`.
+
+    Attributes:
+        model: As in the request.
+        title: Its name for people.
+        machine: What was planned for.
+        memory_bytes: Most that the engine may hold there.
+        context_length: Tokens of KV cache counted.
+        num_prompt_tokens: Prompt length that `ttft_s` refers to.
+        alternatives: All that were compared, the order of `Strategy`.
+        notes: What was assumed or changed, a sentence each.
+        refusal: Why none could be chosen, with the missing bytes; empty where one was.
+        hint: What to do about it.
+    """
+
+    request_id: str
+    model: str
+    title: str
+    machine: MachineRates
+    memory_bytes: int
+    context_length: int
+    num_prompt_tokens: int
+    alternatives: tuple[PlanAlternative, ...]
+    notes: tuple[str, ...] = ()
+    refusal: str = ""
+    hint: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PromptProgress:
     """Prompt tokens read so far."""
 
@@ -313,4 +407,5 @@ Event = (
     | StatsSample
     | GenerationDone
     | RequestFailed
+    | PlanMade
 )

@@ -96,6 +96,31 @@ class Region(enum.StrEnum):
     STAGE = "stage"
 
 
+class CacheMode(enum.StrEnum):
+    """How much of the experts the slots hold: all, a working stock, or a handful.
+
+    Source: Mira IV-C, large- and small-VRAM mode.
+    """
+
+    RESIDENT = "resident"
+    LARGE = "large"
+    SMALL = "small"
+
+
+class Strategy(enum.StrEnum):
+    """What the memory for experts is used for, and with it how a token is made.
+
+    `SPECULATIVE` keeps the INT4 draft of every expert resident; the others have K = 0 and
+    whole experts in the slots: `PREDICTIVE` stages them by heads, `ON_DEMAND` fetches what
+    is missing, and `COMPACT` does so with INT4 experts as the target.
+    """
+
+    SPECULATIVE = "speculative"
+    PREDICTIVE = "predictive"
+    ON_DEMAND = "on-demand"
+    COMPACT = "compact"
+
+
 class ServedBy(enum.StrEnum):
     """What served a routed token: a resident expert by its region, or a fetch on demand."""
 

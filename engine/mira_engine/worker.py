@@ -33,6 +33,7 @@ from .events import (
     Heartbeat,
     LoadModel,
     ModelLoaded,
+    PlanModel,
     PrepareDone,
     PrepareModel,
     PrepareProgress,
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 _HEARTBEAT_S = 1.0
 _PROGRESS_INTERVAL_S = 0.2
 
-_Job = PrepareModel | LoadModel | Generate
+_Job = PrepareModel | LoadModel | Generate | PlanModel
 
 
 class EventWriter:
@@ -113,7 +114,7 @@ class Worker:
                 engine = self._engine
             if is_running and engine is not None:
                 engine.cancel()
-        elif isinstance(request, (PrepareModel, LoadModel, Generate)):
+        elif isinstance(request, (PrepareModel, LoadModel, Generate, PlanModel)):
             self._jobs.put(request)
 
     def _cancel_all(self) -> None:
@@ -148,6 +149,8 @@ class Worker:
                 self._prepare(job)
             elif isinstance(job, LoadModel):
                 self._load(job)
+            elif isinstance(job, PlanModel):
+                self._plan(job)
             else:
                 self._generate(job)
         except MiraError as error:
@@ -228,6 +231,14 @@ class Worker:
                 plan=engine.plan,
                 load_s=engine.load_s,
             )
+        )
+
+    def _plan(self, job: PlanModel) -> None:
+        from .planning import plan_model
+
+        home = self._library.resolve(job.model)
+        self._writer.send(
+            plan_model(home, job, data_dir=self._library.data_dir, cache_dir=self._cache_dir)
         )
 
     def _generate(self, job: Generate) -> None:

@@ -256,3 +256,76 @@ def test_prepare_models_and_version(mira):
     assert mira("prepare", "builtin").returncode == 0
     assert json.loads(mira("models", "--json").stdout)[0]["is_ready"]
     assert mira("--version").stdout.startswith("mira-chat ")
+
+
+def test_plan_prints_the_division_and_the_alternatives(mira):
+    done = mira("plan")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "Fake MoE on fake machine"
+    for figure in (
+        "memory for the engine: 7.0 GiB", "KV cache, 2048 tokens", "240 of 480 experts",
+        "mode: large", "note: Something was assumed.",
+    ):  # fmt: skip
+        assert figure in done.stdout
+    (chosen,) = [line for line in lines if line.startswith("*")]
+    assert chosen.split()[1:9] == [
+        "speculative,",
+        "nested",
+        "4",
+        "240",
+        "90%",
+        "12.3",
+        "ms",
+        "0.50",
+    ]
+    (short,) = [line for line in lines if line.startswith("x")]
+    assert "5.0 MiB short" in short
+    assert not any("prepare" in line for line in done.stderr.splitlines())
+
+
+def test_plan_sends_what_was_asked_for(mira):
+    done = mira("plan", "--memory", "6GiB", "--machine", "rtx-4070", "--json")
+    assert done.returncode == 0, done.stderr
+    made = json.loads(done.stdout)
+    assert made["error"] is None
+    assert made["memory_bytes"] == 6 * 2**30
+    assert made["machine"]["name"] == "NVIDIA GeForce RTX 4070"
+    assert made["machine"]["device_memory_bytes"] == 12 * 2**30
+    assert [each["strategy"] for each in made["alternatives"]] == ["speculative", "on-demand"]
+    assert made["alternatives"][1]["missing_bytes"] == 5 * 2**20
+
+
+def test_plan_that_is_refused_prints_the_table_and_exits_2(mira):
+    done = mira("plan", modes="plan-refused")
+    assert done.returncode == 2
+    assert "x  on-demand, nested" in done.stdout
+    assert "error: This model needs 1.0 GiB: 5.0 MiB short." in done.stderr
+    assert "hint: Give at least --memory 1024MiB." in done.stderr
+    told = json.loads(mira("plan", "--json", modes="plan-refused").stdout)
+    assert told["error"]["code"] == "BudgetError"
+    assert told["alternatives"][0]["plan"] is None
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("--machine", "rtx-4071"), "rtx-4070"),
+        (("--machine", "nothing like it"), "Known cards: "),
+        (("--memory", "40%"), "8GiB"),
+        (("--memory", "0MiB"), "8GiB"),
+        (("-k", "99"), "0 to 32"),
+    ],
+)
+def test_plan_with_wrong_usage_exits_2_and_starts_no_engine(mira, tmp_path, args, said):
+    done = mira("plan", *args)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert not done.stdout
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "logs").exists()
+
+
+def test_plan_json_tells_wrong_usage_as_one_object(mira):
+    told = json.loads(mira("plan", "--json", "--memory", "40%").stdout)
+    assert told["error"]["code"] == "ConfigError"

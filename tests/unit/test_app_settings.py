@@ -103,3 +103,12 @@ def test_data_dir_variable_moves_data_and_logs(tmp_path):
     assert "mira-chat" in cache_dir({}).parts
     assert cache_dir({}) not in (data_dir({}), log_dir({}))
     assert isinstance(log_dir({}), Path)
+
+
+def test_memory_is_bytes_and_never_a_share():
+    assert load_settings({"memory": "1.5GiB"}, {}).engine.memory_bytes == 3 * 2**29
+    assert load_settings({}, {"MIRA_CHAT_MEMORY": "8GB"}).engine.memory_bytes == 8 * 10**9
+    assert load_settings({}, {}).engine.memory_bytes is None
+    for text in ("40%", "lots", "0MiB"):
+        with pytest.raises(ConfigError, match="memory"):
+            load_settings({"memory": text}, {})

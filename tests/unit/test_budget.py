@@ -7,8 +7,14 @@ from dataclasses import replace
 import pytest
 from mira_engine.config import MemoryAmount
 from mira_engine.errors import BudgetError
-from mira_engine.policy.budget import DEFAULT_NUM_DRAFT_TOKENS, ModelFacts, plan_memory
-from mira_engine.types import DraftDense, DraftExperts
+from mira_engine.policy.budget import (
+    DEFAULT_NUM_DRAFT_TOKENS,
+    NUM_TRANSIENT_SLOTS,
+    ModelFacts,
+    divide_slots,
+    plan_memory,
+)
+from mira_engine.types import CacheMode, DraftDense, DraftExperts
 
 MIB = 2**20
 
@@ -154,3 +160,44 @@ def test_plan_copies_without_room_say_the_bytes_they_need() -> None:
     assert "8.0 MiB" in caught.value.message
     assert "4.0 MiB short" in caught.value.message
     assert "--draft-dense split" in caught.value.hint
+
+
+DEEPSEEK = replace(FACTS, num_layers=26, num_experts_per_layer=64, top_k=6)
+
+
+@pytest.mark.parametrize("facts", [FACTS, DEEPSEEK])
+def test_regions_of_every_number_of_slots_fill_the_arena(facts: ModelFacts) -> None:
+    for num_slots in range(1, facts.num_experts):
+        regions = divide_slots(num_slots, facts)
+        transient = num_slots - regions.num_hot_slots - regions.num_stage_slots
+        assert regions.mode is not CacheMode.RESIDENT
+        assert regions.num_hot_slots > 0
+        assert regions.num_stage_slots >= 0
+        assert transient == min(NUM_TRANSIENT_SLOTS, num_slots - 1)
+
+
+def test_regions_with_all_experts_resident_have_no_stage() -> None:
+    plan, _ = plan_memory(FACTS, MemoryAmount(share=1.0), 0)
+    assert plan.mode is CacheMode.RESIDENT
+    assert (plan.num_hot_slots, plan.num_stage_slots, plan.num_transient_slots) == (100, 0, 0)
+
+
+def test_stage_is_a_quarter_in_large_mode() -> None:
+    regions = divide_slots(800, DEEPSEEK)
+    assert regions.mode is CacheMode.LARGE
+    assert regions.num_stage_slots == (800 - NUM_TRANSIENT_SLOTS) // 4
+
+
+def test_stage_holds_the_next_two_layers_in_small_mode() -> None:
+    regions = divide_slots(200, DEEPSEEK)
+    assert regions.mode is CacheMode.SMALL
+    assert regions.num_stage_slots == 2 * DEEPSEEK.top_k
+    few = divide_slots(8, DEEPSEEK)
+    assert (few.num_hot_slots, few.num_stage_slots) == (3, 3)
+
+
+def test_mode_is_large_once_stage_holds_what_a_token_misses() -> None:
+    modes = [divide_slots(n, DEEPSEEK).mode for n in range(1, DEEPSEEK.num_experts + 1)]
+    assert modes == sorted(modes, key=[CacheMode.SMALL, CacheMode.LARGE, CacheMode.RESIDENT].index)
+    first = modes.index(CacheMode.LARGE) + 1
+    assert 0.15 < first / DEEPSEEK.num_experts < 0.3

@@ -7,7 +7,7 @@ import typing
 
 import pytest
 from mira_engine import events, wire
-from mira_engine.config import EngineConfig, LinkConfig, MemoryAmount, SamplingConfig
+from mira_engine.config import EngineConfig, LinkConfig, MachineRates, MemoryAmount, SamplingConfig
 from mira_engine.errors import (
     BudgetError,
     ConfigError,
@@ -16,21 +16,66 @@ from mira_engine.errors import (
     error_from_fields,
 )
 from mira_engine.types import (
+    CacheMode,
     CompileMode,
     ComputeDtype,
     DraftDense,
     Eviction,
     FinishReason,
     Precision,
+    Strategy,
 )
 
 PLAN = events.MemoryPlan(
     non_expert_bytes=1, kv_bytes=2, workspace_bytes=3, budget_bytes=4, draft_bytes=5,
     draft_dense=DraftDense.INT8, draft_dense_bytes=11, slot_bytes=6, num_slots=7,
-    reference_bytes=8, num_experts=9, num_draft_tokens=10,
+    reference_bytes=8, num_experts=9, num_draft_tokens=10, mode=CacheMode.SMALL,
+    num_hot_slots=12, num_stage_slots=13,
 )  # fmt: skip
 
+MACHINE = MachineRates(
+    name="m", device_memory_bytes=2**33, device_bytes_per_s=1e10, link_bytes_per_s=2.5e9
+)
 MESSAGES = [
+    events.PlanModel(
+        request_id="r",
+        model="m",
+        config=EngineConfig(memory_bytes=2**30),
+        machine=MACHINE,
+        is_compact_allowed=True,
+    ),
+    events.PlanModel(request_id="r", model="m"),
+    events.PlanMade(
+        request_id="r",
+        model="m",
+        title="t",
+        machine=MACHINE,
+        memory_bytes=1,
+        context_length=2,
+        num_prompt_tokens=3,
+        notes=("a", "b"),
+        refusal="no",
+        hint="h",
+        alternatives=(
+            events.PlanAlternative(
+                strategy=Strategy.SPECULATIVE,
+                precision=Precision.NESTED,
+                num_draft_tokens=4,
+                plan=PLAN,
+                hit_rate=0.5,
+                tpot_s=0.01,
+                ttft_s=1.0,
+                is_chosen=True,
+                reason="r",
+            ),
+            events.PlanAlternative(
+                strategy=Strategy.COMPACT,
+                precision=Precision.INT4,
+                num_draft_tokens=0,
+                missing_bytes=7,
+            ),
+        ),
+    ),
     events.PrepareModel(request_id="r", model="builtin", precision=Precision.INT8),
     events.LoadModel(
         request_id="r",

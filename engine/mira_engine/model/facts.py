@@ -12,10 +12,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..checkpoint.architecture import load_config, meta_model
 from ..checkpoint.experts import expert_modules_of, find_expert_modules
-from ..checkpoint.formats import ExpertFormat, int8_reference_bytes
+from ..checkpoint.formats import ExpertFormat, int8_reference_bytes, make_format
 from ..config import EngineConfig
 from ..errors import ConfigError
 from ..policy.budget import ModelFacts
+from ..policy.cost_model import ModelWork
 from ..types import CompileMode, ComputeDtype, Plane, Precision
 from .linear import draft_copy_bytes
 from .loader import TORCH_DTYPES
@@ -73,17 +74,53 @@ def gather_facts(
         ConfigError: The context is longer than the model's.
     """
     model_config = load_config(folder)
+    return _facts(meta_model(model_config), model_config, config, target, draft)
+
+
+def facts_of(
+    model_config: PreTrainedConfig, config: EngineConfig, *, layout: str | None = None
+) -> ModelFacts:
+    """Collects the sizes of a model that need not be prepared, from its configuration alone.
+
+    Args:
+        model_config: The model's configuration.
+        config: Precision, arithmetic, context and chunk size.
+        layout: Of INT4 experts; `None` takes what is fastest on this machine.
+
+    Raises:
+        UnsupportedModelError: The model has no experts that the engine can run.
+        FormatError: The precision, or INT4 for a draft, cannot hold its experts.
+        ConfigError: The context is longer than the model's.
+    """
     model = meta_model(model_config)
+    shape = find_expert_modules(model)[0].shape
+    is_grouped = config.precision in (Precision.INT4, Precision.NESTED)
+    target = make_format(config.precision, shape, layout=layout if is_grouped else None)
+    draft = target
+    if target.draft_plane is None:
+        draft = make_format(Precision.INT4, shape, layout=layout)
+    return _facts(model, model_config, config, target, draft)
+
+
+def _facts(
+    model: PreTrainedModel,
+    model_config: PreTrainedConfig,
+    config: EngineConfig,
+    target: ExpertFormat,
+    draft: ExpertFormat,
+) -> ModelFacts:
     modules = find_expert_modules(model)
     dtype = TORCH_DTYPES[config.dtype]
     assert draft.draft_plane is not None
     whole = sum(target.record_bytes(plane) for plane in target.planes)
     lo_only = target.record_bytes(Plane.LO) if target.precision is Precision.NESTED else whole
     num_tokens = context_length(model_config, config.context_length)
+    dense_weights = _dense_weights(model)
+    top_k = experts_per_token(model_config)
     return ModelFacts(
         num_layers=len(modules),
         num_experts_per_layer=modules[0].num_experts,
-        top_k=experts_per_token(model_config),
+        top_k=top_k,
         reference_record_bytes=int8_reference_bytes(modules[0].shape),
         draft_record_bytes=draft.record_bytes(draft.draft_plane),
         target_record_bytes=lo_only,
@@ -92,6 +129,16 @@ def gather_facts(
         non_expert_bytes=_non_expert_bytes(model, dtype),
         kv_bytes=_kv_bytes(model_config, dtype, num_tokens),
         workspace_bytes=_workspace_bytes(model_config, config, target, num_tokens),
+        work=ModelWork(
+            num_layers=len(modules),
+            num_experts=modules[0].num_experts,
+            top_k=top_k,
+            dense_read_bytes=dense_weights * dtype.itemsize,
+            dense_weights=dense_weights,
+            expert_weights=modules[0].shape.num_weights,
+            kv_token_bytes=_kv_bytes(model_config, dtype, 1),
+            chunk_tokens=config.prefill_chunk_tokens,
+        ),
     )
 
 
@@ -130,6 +177,19 @@ def _non_expert_bytes(model: PreTrainedModel, dtype: torch.dtype) -> int:
         width = max(4, tensor.element_size()) if is_small else dtype.itemsize
         total += tensor.numel() * width
     return total
+
+
+def _dense_weights(model: PreTrainedModel) -> int:
+    """Parameters beside the routed experts that every token passes through.
+
+    The input embedding is read by rows, so it counts only where the output layer is tied
+    to it. Encoders of images and sound are not told apart.
+    """
+    routed = {id(p) for _, module in expert_modules_of(model) for p in module.parameters()}
+    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+    if embedding is not None and (output is None or output.weight is not embedding.weight):
+        routed.add(id(embedding.weight))
+    return sum(p.numel() for p in model.parameters() if id(p) not in routed)
 
 
 def _kv_bytes(config: PreTrainedConfig, dtype: torch.dtype, num_tokens: int) -> int:

@@ -1,10 +1,12 @@
-"""From a memory budget to a plan: draft or not, and how many slots.
+"""From a memory budget to a plan: draft or not, how many slots, and their regions.
 
 Pure: measured facts come in as `ModelFacts`, nothing is probed here. Refuses with the
-missing bytes before anything is loaded.
+missing bytes before anything is loaded. Which of several plans is the fastest is decided
+in `mira_engine.policy.alternatives`.
 
-Source: Mira IV-C (budget in expert slots); DESIGN, "Budget": percentages refer to all
-routed experts in INT8, whatever the precision.
+Source: Mira IV-C (budget in expert slots, HOT and STAGE, large and small mode); DESIGN,
+"Budget": percentages refer to all routed experts in INT8, whatever the precision. Unlike
+Mira's, the regions are labels: a slot passes from one to the other without a copy.
 """
 
 from __future__ import annotations
@@ -14,10 +16,21 @@ from dataclasses import dataclass
 from ..config import MemoryAmount, format_bytes
 from ..errors import BudgetError
 from ..events import MemoryPlan
-from ..types import DraftDense, DraftExperts
+from ..types import CacheMode, DraftDense, DraftExperts
+from .cost_model import HitCurve, ModelWork
 
 DEFAULT_NUM_DRAFT_TOKENS = 4
 """K where nobody chose one and the draft fits."""
+
+NUM_TRANSIENT_SLOTS = 2
+"""Slots of neither region, for misses when STAGE has no room: one computes, one loads."""
+
+LARGE_STAGE_SHARE = 0.25
+"""Share of the slots that is STAGE in `large` mode."""
+
+STAGE_LAYERS = 2
+"""Layers whose predicted experts STAGE holds in `small` mode: the next and the one after
+it. Source: Mira IV-E, lookahead of two layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +50,7 @@ class ModelFacts:
         non_expert_bytes: All weights but the routed experts.
         kv_bytes: KV cache at the full context.
         workspace_bytes: Temporaries of the largest prefill chunk.
+        work: What a token makes the model do; `None` where nothing is predicted.
     """
 
     num_layers: int
@@ -50,6 +64,17 @@ class ModelFacts:
     non_expert_bytes: int
     kv_bytes: int
     workspace_bytes: int
+    work: ModelWork | None = None
+
+    @property
+    def fixed_bytes(self) -> int:
+        """What the engine holds beside the experts."""
+        return self.non_expert_bytes + self.kv_bytes + self.workspace_bytes
+
+    @property
+    def all_draft_bytes(self) -> int:
+        """The draft of every expert."""
+        return self.num_experts * self.draft_record_bytes
 
     @property
     def num_experts(self) -> int:
@@ -65,6 +90,62 @@ class ModelFacts:
     def min_slots(self) -> int:
         """Fewest slots the engine runs with: one token's experts of one layer."""
         return self.top_k
+
+    @property
+    def min_bytes(self) -> int:
+        """Fewest bytes for experts without a draft."""
+        return self.min_slots * self.whole_record_bytes
+
+    def min_bytes_with_draft(
+        self,
+        draft_dense: DraftDense = DraftDense.AUTO,
+        draft_experts: DraftExperts = DraftExperts.AUTO,
+    ) -> int:
+        """Fewest bytes for experts with a draft."""
+        copies = self.draft_copy_bytes if draft_dense is DraftDense.INT8 else 0
+        if draft_experts is DraftExperts.CACHED:
+            return copies + self.min_bytes
+        return self.all_draft_bytes + copies + self.min_slots * self.target_record_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Regions:
+    """How slots are divided; what HOT and STAGE leave is transient."""
+
+    mode: CacheMode
+    num_hot_slots: int
+    num_stage_slots: int
+
+
+def divide_slots(num_slots: int, facts: ModelFacts) -> Regions:
+    """Divides slots into HOT, STAGE and transient ones.
+
+    The mode is `large` where STAGE, generously measured, holds what a token is expected to
+    miss: then a staged expert can stay until its layer comes round again and be observed.
+    Else it is `small`, and STAGE holds the experts of the next layers only.
+
+    Args:
+        num_slots: Slots, all layers together.
+        facts: The model's sizes.
+
+    Source: Mira IV-C, which names both modes and no threshold.
+    """
+    if num_slots >= facts.num_experts:
+        return Regions(mode=CacheMode.RESIDENT, num_hot_slots=num_slots, num_stage_slots=0)
+    kept = num_slots - min(NUM_TRANSIENT_SLOTS, num_slots - 1)
+    generous = int(LARGE_STAGE_SHARE * kept)
+    hit_rate = HitCurve().at(num_slots / facts.num_experts)
+    missed_by_a_token = facts.num_layers * facts.top_k * (1.0 - hit_rate)
+    if generous >= missed_by_a_token:
+        mode, num_stage = CacheMode.LARGE, generous
+    else:
+        mode, num_stage = CacheMode.SMALL, min(STAGE_LAYERS * facts.top_k, kept // 2)
+    return Regions(mode=mode, num_hot_slots=kept - num_stage, num_stage_slots=num_stage)
+
+
+def room_for_experts(facts: ModelFacts, memory_bytes: int) -> int:
+    """Returns what all of the engine's memory leaves for experts; below 0 what is missing."""
+    return memory_bytes - facts.fixed_bytes
 
 
 def plan_memory(
@@ -90,34 +171,34 @@ def plan_memory(
         BudgetError: Less than the minimum, or no room for the draft that was asked for.
     """
     given = budget.resolve(facts.reference_bytes)
-    minimum = facts.min_slots * facts.whole_record_bytes
+    minimum = facts.min_bytes
     if given < minimum:
         raise BudgetError(
-            f"A budget of {_describe(budget, given)} is below the minimum of "
-            f"{_in_both(minimum, facts)} for this model and precision.",
-            hint=f"Give at least --budget {_suggest(minimum)}.",
+            f"A budget of {describe_budget(budget, given)} is below the minimum of "
+            f"{in_both(minimum, facts)} for this model and precision.",
+            hint=f"Give at least --budget {suggest(minimum)}.",
         )
     is_cached = draft_experts is DraftExperts.CACHED
-    draft_bytes = 0 if is_cached else facts.num_experts * facts.draft_record_bytes
-    target_bytes = facts.whole_record_bytes if is_cached else facts.target_record_bytes
-    minimum_with_draft = draft_bytes + facts.min_slots * target_bytes
+    draft_bytes = 0 if is_cached else facts.all_draft_bytes
+    minimum_with_draft = facts.min_bytes_with_draft(draft_experts=draft_experts)
     note = ""
     k = DEFAULT_NUM_DRAFT_TOKENS if num_draft_tokens is None else num_draft_tokens
     if k > 0 and given < minimum_with_draft:
         if num_draft_tokens is not None:
             raise BudgetError(
-                f"K = {k} needs the INT4 draft resident: {_in_both(minimum_with_draft, facts)} "
-                f"with the fewest slots; the budget of {_describe(budget, given)} is "
+                f"K = {k} needs the INT4 draft resident: {in_both(minimum_with_draft, facts)} "
+                f"with the fewest slots; the budget of {describe_budget(budget, given)} is "
                 f"{format_bytes(minimum_with_draft - given)} short.",
-                hint=f"Give at least --budget {_suggest(minimum_with_draft)}, or -k 0.",
+                hint=f"Give at least --budget {suggest(minimum_with_draft)}, or -k 0.",
             )
         k = 0
         note = (
-            f"Speculation is off: the INT4 draft needs {_in_both(minimum_with_draft, facts)}, "
-            f"the budget is {_describe(budget, given)}."
+            f"Speculation is off: the INT4 draft needs {in_both(minimum_with_draft, facts)}, "
+            f"the budget is {describe_budget(budget, given)}."
         )
     has_draft = k > 0
-    slot_bytes = target_bytes if has_draft else facts.whole_record_bytes
+    is_beside_draft = has_draft and not is_cached
+    slot_bytes = facts.target_record_bytes if is_beside_draft else facts.whole_record_bytes
     fixed = draft_bytes if has_draft else 0
     dense = DraftDense.TARGET
     if has_draft:
@@ -128,6 +209,7 @@ def plan_memory(
     num_slots = min((given - fixed) // slot_bytes, facts.num_experts)
     if num_slots == facts.num_experts:
         given = fixed + num_slots * slot_bytes
+    regions = divide_slots(num_slots, facts)
     plan = MemoryPlan(
         non_expert_bytes=facts.non_expert_bytes,
         kv_bytes=facts.kv_bytes,
@@ -142,6 +224,9 @@ def plan_memory(
         reference_bytes=facts.reference_bytes,
         num_experts=facts.num_experts,
         num_draft_tokens=k,
+        mode=regions.mode,
+        num_hot_slots=regions.num_hot_slots,
+        num_stage_slots=regions.num_stage_slots,
     )
     return plan, note
 
@@ -168,16 +253,19 @@ def _draft_dense(facts: ModelFacts, wanted: DraftDense, room: int) -> DraftDense
     return DraftDense.INT8
 
 
-def _describe(budget: MemoryAmount, given: int) -> str:
+def describe_budget(budget: MemoryAmount, given: int) -> str:
+    """Formats a budget as it was given, with its bytes."""
     if budget.share is not None:
         return f"{budget} ({format_bytes(given)})"
     return format_bytes(given)
 
 
-def _in_both(num_bytes: int, facts: ModelFacts) -> str:
+def in_both(num_bytes: int, facts: ModelFacts) -> str:
+    """Formats bytes with their share of all experts, rounded up."""
     share = -(-1000 * num_bytes // facts.reference_bytes) / 10
     return f"{format_bytes(num_bytes)} ({share:g}%)"
 
 
-def _suggest(num_bytes: int) -> str:
+def suggest(num_bytes: int) -> str:
+    """Formats bytes as an option takes them, rounded up."""
     return f"{-(-num_bytes // 2**20)}MiB"

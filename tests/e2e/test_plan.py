@@ -1,0 +1,47 @@
+"""`mira-chat plan` from outside, with the real engine process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+TIMEOUT_S = 120
+
+
+def plan(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "mira_app.cli", "plan", *map(str, arguments)],
+        capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+    )  # fmt: skip
+
+
+def test_plan_of_the_builtin_model_needs_no_model_and_keeps_the_rates(data_dir):
+    done = plan("--json")
+    assert done.returncode == 0, done.stderr
+    made = json.loads(done.stdout)
+    assert sum(row["is_chosen"] for row in made["alternatives"]) == 1
+    assert not (data_dir / "models").exists()
+    kept = json.loads((data_dir / "cache/machine.json").read_text())
+    assert any(name.startswith("link_bytes_per_s") for name in kept)
+    assert [path.name for path in data_dir.iterdir() if path.name.startswith(".link")] == []
+
+
+def test_plan_of_a_folder_with_only_its_configuration(tiny_checkpoint, tmp_path, data_dir):
+    folder = tmp_path / "only-config"
+    folder.mkdir()
+    config = (tiny_checkpoint("olmoe") / "config.json").read_text()
+    (folder / "config.json").write_text(config)
+    done = plan(folder, "--machine", "rtx-3070")
+    assert done.returncode == 0, done.stderr
+    assert "only-config on NVIDIA GeForce RTX 3070" in done.stdout
+    assert "mode: resident" in done.stdout
+
+
+def test_plan_that_fits_nothing_prints_the_table_and_exits_2(data_dir):
+    done = plan("--machine", "rtx-3070", "--memory", "64MiB")
+    assert done.returncode == 2
+    assert "on-demand, nested" in done.stdout
+    assert "MiB short" in done.stderr
+    assert "hint: Give at least --memory" in done.stderr
+    assert "Traceback" not in done.stderr
