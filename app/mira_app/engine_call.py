@@ -19,6 +19,8 @@ from mira_engine.api import (
     ModelLoaded,
     PrepareDone,
     PrepareProgress,
+    ProfileDone,
+    ProfileProgress,
     PromptProgress,
     RequestFailed,
     StatsSample,
@@ -26,8 +28,8 @@ from mira_engine.api import (
     error_from_fields,
 )
 
-FINAL_EVENTS = (PrepareDone, ModelLoaded, GenerationDone)
-_SAMPLES = (PrepareProgress, PromptProgress, StatsSample)
+FINAL_EVENTS = (PrepareDone, ProfileDone, ModelLoaded, GenerationDone)
+_SAMPLES = (PrepareProgress, ProfileProgress, PromptProgress, StatsSample)
 _MAX_JOINED_CHARS = 2048
 
 

@@ -32,6 +32,7 @@ from mira_engine.api import (
     LoadModel,
     Notice,
     PrepareModel,
+    ProfileModel,
     Request,
     RequestFailed,
     Shutdown,
@@ -380,7 +381,7 @@ class EngineClient:
         """Returns an id no other request of this client has."""
         return f"r{next(self._ids)}"
 
-    def submit(self, request: PrepareModel | LoadModel | Generate) -> EngineCall:
+    def submit(self, request: PrepareModel | LoadModel | ProfileModel | Generate) -> EngineCall:
         """Sends a request; the call returned receives its events. Starts a process if none."""
         self.start()
         assert self._process is not None

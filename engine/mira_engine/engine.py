@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -29,6 +29,7 @@ from .errors import (
 from .events import (
     ChatMessage,
     GenerationDone,
+    KProfile,
     MemoryPlan,
     Notice,
     PromptProgress,
@@ -54,12 +55,20 @@ from .policy.budget import plan_memory
 from .policy.eviction import EVICTION_POLICIES, preferred_eviction
 from .policy.lookahead import ExpertLookaheadBuffer
 from .policy.residency import ResidencyTable
+from .policy.speculation import (
+    DepthPolicy,
+    FixedDepth,
+    RoundObservation,
+    SpeculationGovernor,
+    allowed_depths,
+)
+from .profiles import ProfileKey, load_profile
 from .runtime.disk import DiskTransfer
 from .runtime.draft import DraftStage
 from .runtime.executor import ExpertExecutor
 from .runtime.native_path import NativePath
 from .runtime.passes import ModelPasses
-from .runtime.probe import bound_kernel_cache, default_num_threads
+from .runtime.probe import bound_kernel_cache, default_num_threads, machine_name
 from .runtime.slots import DraftArena, SlotArena, SlotBinder, slot_planes
 from .runtime.telemetry import MemoryProbe, ReplyMeter
 from .runtime.transfer import LinkThrottle
@@ -96,6 +105,7 @@ class Engine:
         cache_dir: Path | None,
         on_notice: OnNotice,
         is_cancelled: Callable[[], bool],
+        draft_depths: Collection[int] | None = None,
     ) -> None:
         self.home = home
         self._cache_dir = cache_dir if config.compile_mode is not CompileMode.OFF else None
@@ -109,7 +119,11 @@ class Engine:
         bound_kernel_cache()
         torch.set_num_threads(config.num_threads or default_num_threads())
         self._target, self._draft_source = _open_stores(home, config.precision)
+        self._profile: KProfile | None = None
         self.plan = self._make_plan()
+        self._fixed_depth, self.governor = self._make_depths(draft_depths)
+        self.on_round: Callable[[RoundObservation], None] | None = None
+        """Told what each round did, in the thread that asked for the reply."""
         self._arrange_device()
         if is_cancelled():
             self.close()
@@ -125,6 +139,7 @@ class Engine:
         cache_dir: Path | None = None,
         on_notice: OnNotice | None = None,
         is_cancelled: Callable[[], bool] = lambda: False,
+        draft_depths: Collection[int] | None = None,
     ) -> Engine:
         """Plans, then loads a prepared model.
 
@@ -134,6 +149,8 @@ class Engine:
             cache_dir: Where native kernels and compiled steps are kept; `None` for none.
             on_notice: Told every fallback, from the calling or a background thread.
             is_cancelled: Asked between the steps of loading.
+            draft_depths: What the governor may choose besides 0 and the plan's K; such steps
+                run uncompiled.
 
         Raises:
             CancelledError: `is_cancelled` said so.
@@ -146,6 +163,7 @@ class Engine:
             cache_dir=cache_dir,
             on_notice=on_notice or (lambda notice: None),
             is_cancelled=is_cancelled,
+            draft_depths=draft_depths,
         )
 
     # -- loading ---------------------------------------------------------------------------
@@ -163,9 +181,7 @@ class Engine:
                 f"Experts may use {budget} of their INT8 size "
                 f"({format_bytes(budget.resolve(facts.reference_bytes))}); --budget changes it.",
             )
-        num_draft_tokens = self.config.num_draft_tokens
-        if self.config.precision is Precision.INT4:
-            num_draft_tokens = 0  # The target is the draft itself.
+        num_draft_tokens = self._wanted_draft_tokens(budget.resolve(facts.reference_bytes))
         plan, note = plan_memory(facts, budget, num_draft_tokens, self.config.draft_dense)
         if note:
             self._notice("speculation-off", note)
@@ -178,6 +194,38 @@ class Engine:
                 hint="Give a smaller --budget or --context, or close other programs.",
             )
         return plan
+
+    def _wanted_draft_tokens(self, budget_bytes: int) -> int | None:
+        """K as asked for, else as profiled here, else `None`."""
+        config = self.config
+        self.profile_key = ProfileKey.of_engine(
+            config,
+            machine=machine_name(),
+            model_revision=self._target.manifest.revision,
+            budget_bytes=budget_bytes,
+        )
+        if config.precision is Precision.INT4:
+            return 0  # The target is the draft itself.
+        if config.num_draft_tokens is None:
+            self._profile = load_profile(self.home.root, self.profile_key, self._notice)
+        return self._profile.best if self._profile else config.num_draft_tokens
+
+    def _make_depths(
+        self, draft_depths: Collection[int] | None
+    ) -> tuple[FixedDepth, SpeculationGovernor | None]:
+        """Makes what says K: always the plan's, and where nobody chose one, a governor."""
+        k, profile = self.plan.num_draft_tokens, self._profile
+        if k and self.config.num_draft_tokens is None:
+            governor = SpeculationGovernor(
+                allowed_depths(k, draft_depths),
+                initial=k,
+                prior_rates=profile.rates if profile else None,
+                origin="from the profile" if profile else "the default",
+            )
+            return FixedDepth(k, "fixed, since a seed was given"), governor
+        if profile:
+            return FixedDepth(k, "from the profile"), None
+        return FixedDepth(k, "as asked for" if k else "there is no draft"), None
 
     def _arrange_device(self) -> None:
         """Loads the backbone, allocates the arenas, and connects model and executor."""
@@ -252,6 +300,7 @@ class Engine:
             self.executor,
             is_prefetch_enabled=config.is_prefetch_enabled,
             num_reserved_slots=min(2, self.plan.num_slots - 1),
+            num_links=config.num_reader_threads,
         )
         self.native_path: NativePath | None = None
         if self._cache_dir is not None:
@@ -278,8 +327,10 @@ class Engine:
         The first time it can take a second. Every reply begins with it; to call it when a
         reply has ended spares the next one that second.
         """
-        if self.native_path is not None:
-            self.native_path.take()
+        if self.native_path is None or not self.native_path.take():
+            return
+        if self.governor is not None:
+            self.governor.forget_costs()
 
     def _tell_load_fallbacks(self) -> None:
         """Says what is slower or less exact here than it could be."""
@@ -392,6 +443,9 @@ class Engine:
             )
         limit = min(room, sampling.max_new_tokens or room)
         sampler = Sampler(sampling)
+        depth: DepthPolicy = self._fixed_depth
+        if self.governor is not None and (sampling.is_greedy or sampling.seed is None):
+            depth = self.governor  # A seed gives the same text only if K does not change.
         meter.num_prompt_tokens = len(prompt)
         meter.num_cached_tokens = self.state.reuse_prefix(prompt)
         history = list(prompt)
@@ -404,7 +458,7 @@ class Engine:
                 made = len(history) - len(prompt)
                 if made >= limit:
                     return FinishReason.CONTEXT if limit == room else FinishReason.LENGTH
-                num_draft = min(self._num_draft_tokens(), limit - made - 1)
+                num_draft = min(self._num_draft_tokens(depth), limit - made - 1)
                 for token in self._round(history, num_draft, sampler):
                     history.append(token)
                     meter.on_token()
@@ -441,21 +495,25 @@ class Engine:
         assert logits is not None
         history.append(sampler.draw(history, logits[-1]).token)
 
-    def _num_draft_tokens(self) -> int:
-        """K in force: the plan's, or 0 where this model's cache cannot be rolled back."""
-        k = self.plan.num_draft_tokens
-        if k and not self.state.can_roll_back:
+    def _num_draft_tokens(self, depth: DepthPolicy) -> int:
+        """K in force: what `depth` says, or 0 where this model's cache cannot be rolled back."""
+        choice = depth.choose()
+        k = choice.num_draft_tokens
+        if self.plan.num_draft_tokens and not self.state.can_roll_back:
             self._tell_once(
                 "speculation-off",
                 f"Speculation is off: the cache of {self.model.config.model_type} models "
                 "keeps a running state that cannot be rolled back.",
             )
-            return 0
+            k = 0
+        meter = self.executor.meter
+        meter.num_draft_tokens, meter.governor_reason = k, choice.reason
         return k
 
     def _round(self, history: list[int], num_draft: int, sampler: Sampler) -> list[int]:
         """One target pass, with a draft before it where `num_draft` is above 0."""
         meter = self.executor.meter
+        before = _round_figures(meter)
         drafted = []
         if num_draft > 0:
             drafted = self.draft_stage.run(history, num_draft, sampler, self._end_ids)
@@ -471,8 +529,30 @@ class Engine:
         if drafted:
             meter.num_rounds += 1
             meter.num_accepted += num_accepted
+            self.draft_stage.settle()
+        self._observe_round(len(drafted), num_accepted, before)
         self._tell_fallbacks()
         return [*(d.token for d in drafted[:num_accepted]), following]
+
+    def _observe_round(
+        self, num_draft: int, num_accepted: int, before: tuple[float, float, float, int]
+    ) -> None:
+        if self.governor is None and self.on_round is None:
+            return
+        draft_s, verify_s, stall_s, num_records = before
+        now = _round_figures(self.executor.meter)
+        observation = RoundObservation(
+            num_draft=num_draft,
+            num_accepted=num_accepted,
+            draft_s=now[0] - draft_s,
+            verify_s=now[1] - verify_s,
+            stall_s=now[2] - stall_s,
+            num_records=now[3] - num_records,
+        )
+        if self.governor is not None:
+            self.governor.observe(observation)
+        if self.on_round is not None:
+            self.on_round(observation)
 
     def _tell_fallbacks(self) -> None:
         if self.config.is_direct_io and not self.transfer.is_direct:
@@ -480,6 +560,9 @@ class Engine:
                 "no-direct-io",
                 "The file system does not allow O_DIRECT: records pass through the page cache.",
             )
+
+        if not self.draft_stage.payoff.is_on:
+            self._tell_once("prefetch-off", self.draft_stage.payoff.reason)
 
     def stats(self) -> ReplyStats:
         """Returns the figures of the running or the last reply."""
@@ -494,6 +577,12 @@ class Engine:
         if self.native_path is not None:
             self.native_path.close()
         self.transfer.close()
+
+
+def _round_figures(meter: ReplyMeter) -> tuple[float, float, float, int]:
+    """Seconds of drafting, of target passes and of stalls, and records, so far."""
+    traffic = meter.decode
+    return meter.draft_s, meter.verify_s, traffic.stall_s, traffic.num_records
 
 
 def _open_stores(home: ModelHome, precision: Precision) -> tuple[ExpertStore, ExpertStore]:

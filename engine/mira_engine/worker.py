@@ -36,6 +36,9 @@ from .events import (
     PrepareDone,
     PrepareModel,
     PrepareProgress,
+    ProfileDone,
+    ProfileModel,
+    ProfileProgress,
     Request,
     RequestFailed,
     Shutdown,
@@ -48,7 +51,7 @@ if TYPE_CHECKING:
 _HEARTBEAT_S = 1.0
 _PROGRESS_INTERVAL_S = 0.2
 
-_Job = PrepareModel | LoadModel | Generate
+_Job = PrepareModel | LoadModel | ProfileModel | Generate
 
 
 class EventWriter:
@@ -113,7 +116,7 @@ class Worker:
                 engine = self._engine
             if is_running and engine is not None:
                 engine.cancel()
-        elif isinstance(request, (PrepareModel, LoadModel, Generate)):
+        elif isinstance(request, _Job):
             self._jobs.put(request)
 
     def _cancel_all(self) -> None:
@@ -148,6 +151,8 @@ class Worker:
                 self._prepare(job)
             elif isinstance(job, LoadModel):
                 self._load(job)
+            elif isinstance(job, ProfileModel):
+                self._profile(job)
             else:
                 self._generate(job)
         except MiraError as error:
@@ -229,6 +234,24 @@ class Worker:
                 load_s=engine.load_s,
             )
         )
+
+    def _profile(self, job: ProfileModel) -> None:
+        from .profiling import FULL_SWEEP, QUICK_SWEEP, profile_model
+
+        home = self._library.resolve(job.model)
+        self._unload()
+        profile = profile_model(
+            home,
+            job.config,
+            QUICK_SWEEP if job.is_quick else FULL_SWEEP,
+            cache_dir=self._cache_dir,
+            on_progress=lambda done, total, detail: self._writer.send(
+                ProfileProgress(request_id=job.request_id, done=done, total=total, detail=detail)
+            ),
+            on_notice=self._writer.send,
+            is_cancelled=lambda: self._is_cancelled(job.request_id),
+        )
+        self._writer.send(ProfileDone(request_id=job.request_id, model=job.model, profile=profile))
 
     def _generate(self, job: Generate) -> None:
         if self._engine is None:

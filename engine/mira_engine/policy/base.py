@@ -24,6 +24,8 @@ class SkipReason(enum.StrEnum):
 
     RESIDENT = "resident"
     NO_ROOM = "no-room"
+    LATER = "later"
+    BYTE_CAP = "byte-cap"
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,6 +155,7 @@ class ExpertExecutor:
             traffic.num_hits += num_tokens
             if residency.use(expert):
                 traffic.num_prefetch_hits += num_tokens
+                traffic.num_prefetch_used += 1
         plan.compute(experts)
         return True
 
@@ -185,6 +186,7 @@ class ExpertExecutor:
             self.residency.complete(item.slot)
             traffic.num_records += 1
             traffic.num_bytes += item.num_bytes
+            traffic.transfer_s += item.seconds
         if self._failed:
             assert self._failed[0].error is not None
             raise self._failed[0].error
@@ -322,6 +324,7 @@ class _LayerRun:
             traffic.num_hits += num_tokens
             if residency.use(expert):
                 traffic.num_prefetch_hits += num_tokens
+                traffic.num_prefetch_used += 1
             if residency.state(slot) is SlotState.READY:
                 self._ready.append(expert)
             else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import platform
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,6 +25,18 @@ def default_num_threads() -> int:
     if hasattr(os, "sched_getaffinity"):
         cores = min(cores, len(os.sched_getaffinity(0)))
     return max(1, min(cores - 1, torch.get_num_threads()))
+
+
+def machine_name() -> str:
+    """Names what sets this machine's speed: processor, cores, and torch's threads in force."""
+    model = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                model = line.partition(":")[2].strip()
+                break
+    cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
+    return f"{model}, {cores} cores, {torch.get_num_threads()} threads"
 
 
 def bound_kernel_cache() -> None:
