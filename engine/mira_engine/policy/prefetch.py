@@ -23,6 +23,9 @@ from .base import Action, Fetch, FetchReason, Skip, SkipReason
 from .lookahead import RoutingSnapshot
 from .residency import ResidencyTable, SlotState
 
+_MIN_SECONDS = 1e-9
+"""Of a token or a record: a clock too coarse to see one must not make it free."""
+
 _Ranked = tuple[int, ExpertId]
 """An expert behind its count."""
 
@@ -106,12 +109,12 @@ class LayerAwarePrefetchPlanner:
     def observe_draft(self, num_tokens: int, seconds: float) -> None:
         """Takes in how long drafting took, planning left out."""
         if num_tokens > 0:
-            self._draft_s.add(seconds / num_tokens)
+            self._draft_s.add(max(_MIN_SECONDS, seconds / num_tokens))
 
     def observe_transfer(self, num_bytes: int, seconds: float) -> None:
         """Takes in how long the link was busy with these bytes."""
         if num_bytes > 0:
-            self._record_s.add(seconds * self._record_bytes / num_bytes)
+            self._record_s.add(max(_MIN_SECONDS, seconds * self._record_bytes / num_bytes))
 
     def begin(self, num_draft_tokens: int) -> int:
         """Begins a window of K tokens. Returns the tokens of the cold start."""
@@ -190,7 +193,7 @@ class LayerAwarePrefetchPlanner:
         At least one where the link would stand idle; `None` where nothing was measured yet.
         """
         draft_s, record_s = self._draft_s.value, self._record_s.value
-        if draft_s is None or not record_s:
+        if draft_s is None or record_s is None:
             return None
         num_outstanding = len(self._outstanding)
         hidden = int(remaining * draft_s / record_s) - num_outstanding
@@ -199,7 +202,7 @@ class LayerAwarePrefetchPlanner:
     def _next_chunk(self, remaining: int) -> int:
         """Tokens whose drafting lasts about as long as what is under way takes to land."""
         draft_s, record_s = self._draft_s.value, self._record_s.value
-        if not draft_s or record_s is None:
+        if draft_s is None or record_s is None:
             return 1
         num_tokens = round(len(self._outstanding) * record_s / draft_s)
         return max(1, min(num_tokens, remaining - 1))

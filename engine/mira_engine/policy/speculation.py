@@ -38,8 +38,11 @@ _PRIOR_DRAFT_SHARE = 0.4
 
 _MARGIN = 0.05
 _MAX_MARGIN = 0.4
-_MARGIN_FADE = 0.995
+_MARGIN_FADE = 0.998
 """Of the extra margin, after each round."""
+
+_HICCUP = 3.0
+"""A round's seconds count as this many averages at most: a busy machine stalls now and then."""
 
 _PATIENCE_ROUNDS = 6
 _TRIAL_ROUNDS = 4
@@ -51,7 +54,8 @@ _EXPLORE_MAX = 384
 """Rounds between two trials of a neighbour: doubled each time it leads nowhere."""
 
 _EXPLORE_FLOOR = 0.6
-"""A neighbour whose expected rate is a smaller share of the present one is not tried."""
+"""A neighbour that ran, or has a prior, is not tried if its expected rate is a smaller share
+of the present one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,9 +140,11 @@ class _DepthCost:
         return self.compute_s.num_values
 
     def add(self, observation: RoundObservation, number: int) -> None:
-        stall_s = min(observation.stall_s, observation.verify_s)
-        self.compute_s.add(observation.verify_s - stall_s)
-        self.stall_s.add(stall_s)
+        verify_s, stall_s = observation.verify_s, min(observation.stall_s, observation.verify_s)
+        known_s = (self.compute_s.value or 0.0) + (self.stall_s.value or 0.0)
+        scale = min(1.0, _HICCUP * known_s / verify_s) if known_s and verify_s else 1.0
+        self.compute_s.add(scale * (verify_s - stall_s))
+        self.stall_s.add(scale * stall_s)
         self.num_records.add(observation.num_records)
         self.last_round = number
 
@@ -265,7 +271,8 @@ class SpeculationGovernor:
             is_rejected = observation.num_accepted < k
             self._accepted.add(observation.num_accepted)
             self._judged.add(observation.num_accepted + is_rejected)
-            self._draft_s.add(observation.draft_s / k)
+            known_s = self._draft_s.value or float("inf")
+            self._draft_s.add(min(observation.draft_s / k, _HICCUP * known_s))
         if k in self._costs:
             self._costs[k].add(observation, self._num_rounds)
         if self._trial is not None:
@@ -333,7 +340,8 @@ class SpeculationGovernor:
             if not 0 <= neighbour < len(self.candidates):
                 continue
             k = self.candidates[neighbour]
-            if (self.expected_rate(k) or 0.0) >= _EXPLORE_FLOOR * present:
+            is_guess = not self._costs[k].num_rounds and k not in self._priors
+            if is_guess or (self.expected_rate(k) or 0.0) >= _EXPLORE_FLOOR * present:
                 self._begin_trial(k)
                 return
 
