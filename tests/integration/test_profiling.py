@@ -28,6 +28,9 @@ CONFIG = EngineConfig(
     num_threads=1,
     compile_mode=CompileMode.OFF,
 )
+TIGHT = MemoryAmount(share=0.9)
+"""The draft, and slots for 12 of the 16 experts."""
+
 SMALL = Sweep(depths=(0, 2), num_prompts_per_kind=1, num_repeats=2, num_tokens=6)
 PROFILE = KProfile(
     best=2,
@@ -205,30 +208,41 @@ def test_seeded_sampling_keeps_k(load: Callable[..., Engine]) -> None:
 def test_window_of_k_has_a_batch_after_every_token_but_the_last(
     load: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = load(num_draft_tokens=6, budget=MemoryAmount(share=2.0))
+    engine = load(num_draft_tokens=6)
     stage = engine.draft_stage
     boundaries: list[int] = []
     plan = stage.planner.plan
 
     def planned(snapshot, residency, *, num_drafted):
         boundaries.append(num_drafted)
-        batch = plan(snapshot, residency, num_drafted=num_drafted)
-        assert not {f.evicted for f in batch.fetches} & snapshot.needed
-        return batch
+        return plan(snapshot, residency, num_drafted=num_drafted)
 
     monkeypatch.setattr(stage.planner, "plan", planned)
     monkeypatch.setattr(stage.planner, "observe_transfer", lambda num_bytes, seconds: None)
     reply(engine, 20)
     full = boundaries[: boundaries.index(5) + 1]
     assert full == [1, 2, 3, 4, 5], "a link of unknown speed is taken for a fast one"
-    traffic = engine.executor.meter.decode
-    assert 0 < traffic.num_prefetch_used <= traffic.num_prefetched
     assert engine.lookahead.is_empty
+
+
+def test_prefetches_are_used_and_their_link_time_is_measured(load: Callable[..., Engine]) -> None:
+    engine = load(num_draft_tokens=4, budget=TIGHT)
+    reply(engine, 40)
+    traffic, planner = engine.executor.meter.decode, engine.draft_stage.planner
+    assert 0 < traffic.num_prefetch_used <= traffic.num_prefetched
+    assert planner.record_s is not None
+    assert planner.draft_token_s is not None
+    stats = engine.stats()
+    assert planner.draft_token_s <= 2 * stats.draft_s / stats.num_drafted
+    without = load(num_draft_tokens=4, budget=TIGHT, is_prefetch_enabled=False)
+    reply(without, 40)
+    assert without.stats().num_records_prefetched == 0
+    assert stats.num_misses < without.stats().num_misses
 
 
 def test_prefetching_that_does_not_pay_is_said_once(load: Callable[..., Engine]) -> None:
     notices: list[Notice] = []
-    engine = load(notices=notices, num_draft_tokens=4)
+    engine = load(notices=notices, num_draft_tokens=4, budget=TIGHT)
     useless = payoff.PrefetchRound(num_prefetched=10, num_used=0, saved_s=0.0, spent_s=1.0)
     for _ in range(20):
         engine.draft_stage.payoff.observe(useless)

@@ -117,7 +117,8 @@ class DraftStage:
             PrefetchRound(
                 num_prefetched=num_prefetched,
                 num_used=num_used,
-                saved_s=num_used * record_s,
+                # Whoever misses one record waits for all of its time, links beside it or not.
+                saved_s=num_used * record_s * self._num_links,
                 spent_s=(num_prefetched - num_used) * record_s + self._planning_s,
             )
         )
