@@ -498,16 +498,16 @@ class Engine:
     def _num_draft_tokens(self, depth: DepthPolicy) -> int:
         """K in force: what `depth` says, or 0 where this model's cache cannot be rolled back."""
         choice = depth.choose()
-        k = choice.num_draft_tokens
+        k, reason = choice.num_draft_tokens, choice.reason
         if self.plan.num_draft_tokens and not self.state.can_roll_back:
             self._tell_once(
                 "speculation-off",
                 f"Speculation is off: the cache of {self.model.config.model_type} models "
                 "keeps a running state that cannot be rolled back.",
             )
-            k = 0
+            k, reason = 0, "K 0: this model's cache cannot be rolled back."
         meter = self.executor.meter
-        meter.num_draft_tokens, meter.governor_reason = k, choice.reason
+        meter.num_draft_tokens, meter.governor_reason = k, reason
         return k
 
     def _round(self, history: list[int], num_draft: int, sampler: Sampler) -> list[int]:

@@ -202,6 +202,17 @@ def test_seeded_sampling_keeps_k(load: Callable[..., Engine]) -> None:
     assert reply(engine, 80, temperature=0.9, seed=3) == first
 
 
+def test_cache_that_cannot_be_rolled_back_is_the_reason_for_k_of_0(
+    load: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = load()
+    monkeypatch.setattr(type(engine.state), "can_roll_back", property(lambda self: False))
+    reply(engine, 4)
+    stats = engine.stats()
+    assert (stats.num_drafted, stats.num_draft_tokens) == (0, 0)
+    assert stats.governor_reason == "K 0: this model's cache cannot be rolled back."
+
+
 # -- prefetching at work -----------------------------------------------------------------------
 
 
