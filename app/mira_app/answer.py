@@ -19,12 +19,16 @@ from mira_engine.api import (
     FinishReason,
     Generate,
     GenerationDone,
+    KProfile,
     LoadModel,
     MiraError,
     ModelLoaded,
     Notice,
     PrepareModel,
     PrepareProgress,
+    ProfileDone,
+    ProfileModel,
+    ProfileProgress,
     ReplyStats,
     StatsSample,
     TokenDelta,
@@ -191,6 +195,34 @@ class Answerer:
                         self._note(event)
         finally:
             display.close()
+
+    def profile(self, *, is_quick: bool) -> KProfile:
+        """Prepares the model and measures which K is fastest; the engine saves the result.
+
+        Raises:
+            MiraError: Something failed.
+            KeyboardInterrupt: The person interrupted; nothing is saved.
+        """
+        self.prepare()
+        settings = self._settings
+        call = self._client.submit(
+            ProfileModel(
+                request_id=self._client.new_request_id(),
+                model=self._catalog.find(settings.model, settings.engine.precision).model,
+                config=settings.engine,
+                is_quick=is_quick,
+            )
+        )
+        with self._cancelling(call):
+            for event in call:
+                if isinstance(event, ProfileProgress):
+                    text = f"profile: {event.done} of {event.total} replies · {event.detail}"
+                    print(sanitise(text), file=self._err, flush=True)
+                elif isinstance(event, Notice):
+                    self._note(event)
+                elif isinstance(event, ProfileDone):
+                    return event.profile
+        raise EngineProcessError("The engine process ended the profile without a result.")
 
     def ask(self, prompt: str, answer: Answer, out: TextIO | None) -> None:
         """Prepares, loads and answers; streams to `out` unless it is `None`.

@@ -313,6 +313,42 @@ def models(precision: Target = None, is_json: Json = False) -> None:
             typer.echo(f"{entry.model}\n    {entry.title}: {entry.about}\n    {wanted}: {state}")
 
 
+@app.command()
+def profile(
+    model: Annotated[
+        str | None, typer.Argument(help="`builtin`, or a folder; the chosen model without it.")
+    ] = None,
+    budget: Budget = None,
+    precision: Target = None,
+    dtype: Dtype = None,
+    link_rate: LinkRate = None,
+    link_latency: LinkLatency = None,
+    threads: Threads = None,
+    compile_when: Compile = None,
+    is_quick: Annotated[
+        bool, typer.Option("--quick", help="5 prompts, once, and few K's: minutes, not hours.")
+    ] = False,
+    is_json: Json = False,
+    is_plain: Plain = False,
+) -> None:
+    """Measures which K is fastest for a model on this machine, and keeps it for later chats."""
+    flags = _flags(locals() | {"no_prefetch": False})
+    with reporting_errors():
+        settings = _settings(flags)
+        with make_client() as client:
+            found = _answerer(client, settings, is_plain=is_plain).profile(is_quick=is_quick)
+        from .figures import profile_figures, profile_lines
+
+        if is_json:
+            import dataclasses
+            import json
+
+            whole = {"model": settings.model, **dataclasses.asdict(found)}
+            typer.echo(json.dumps(whole | profile_figures(found)))
+            return
+        typer.echo("\n".join(profile_lines(found)))
+
+
 # -- parts -----------------------------------------------------------------------------------
 
 
@@ -338,7 +374,7 @@ def make_catalog() -> Catalog:
 def _flags(given: dict[str, object]) -> dict[str, object]:
     """Turns a command's arguments into settings by name; leaves out what is none."""
     names = {"context_length": "context", "compile_when": "compile"}
-    left_out = ("context", "prompt", "is_json", "is_plain", "no_prefetch", "version")
+    left_out = ("context", "prompt", "is_json", "is_plain", "is_quick", "no_prefetch", "version")
     flags = {names.get(n, n): value for n, value in given.items() if n not in left_out}
     flags["prefetch"] = False if given.get("no_prefetch") else None
     return flags

@@ -20,6 +20,8 @@ from mira_engine.api import (
     PlanMade,
     PrepareDone,
     PrepareProgress,
+    ProfileDone,
+    ProfileProgress,
     PromptProgress,
     RequestFailed,
     StatsSample,
@@ -27,8 +29,8 @@ from mira_engine.api import (
     error_from_fields,
 )
 
-FINAL_EVENTS = (PrepareDone, ModelLoaded, GenerationDone, PlanMade)
-_SAMPLES = (PrepareProgress, PromptProgress, StatsSample)
+FINAL_EVENTS = (PrepareDone, ProfileDone, ModelLoaded, GenerationDone, PlanMade)
+_SAMPLES = (PrepareProgress, ProfileProgress, PromptProgress, StatsSample)
 _MAX_JOINED_CHARS = 2048
 
 

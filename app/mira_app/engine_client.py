@@ -33,6 +33,7 @@ from mira_engine.api import (
     Notice,
     PlanModel,
     PrepareModel,
+    ProfileModel,
     Request,
     RequestFailed,
     Shutdown,
@@ -381,7 +382,9 @@ class EngineClient:
         """Returns an id no other request of this client has."""
         return f"r{next(self._ids)}"
 
-    def submit(self, request: PrepareModel | LoadModel | Generate | PlanModel) -> EngineCall:
+    def submit(
+        self, request: PrepareModel | LoadModel | ProfileModel | Generate | PlanModel
+    ) -> EngineCall:
         """Sends a request; the call returned receives its events. Starts a process if none."""
         self.start()
         assert self._process is not None

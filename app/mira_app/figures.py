@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mira_engine.api import ReplyStats, format_bytes
+from mira_engine.api import KProfile, ReplyStats, format_bytes
 
 
 def bytes_per_load(stats: ReplyStats) -> float:
@@ -44,3 +44,24 @@ def stats_line(stats: ReplyStats, *, budget_bytes: int) -> str:
         f"experts {format_bytes(stats.expert_peak_bytes)} of {format_bytes(budget_bytes)}",
     ]
     return " | ".join(parts)
+
+
+def profile_lines(profile: KProfile) -> list[str]:
+    """Returns a profile of K as lines for people."""
+    lines = ["  K   ms/token   tok/s"]
+    for result in profile.results:
+        mark = "  <- picked" if result.num_draft_tokens == profile.best else ""
+        k, tpot_s = result.num_draft_tokens, result.tpot_s
+        lines.append(f"{k:3d} {1e3 * tpot_s:10.2f} {1 / tpot_s:7.1f}{mark}")
+    if any(result.num_draft_tokens for result in profile.results):
+        lines.append(
+            f"acceptance {profile.acceptance:.1%}, so {profile.expected_accepted:.1f} draft "
+            "tokens in a row are expected to be accepted"
+        )
+    return lines
+
+
+def profile_figures(profile: KProfile) -> dict[str, float | None]:
+    """Returns what follows from a profile, for `--json`; `None` where it has no bound."""
+    expected = profile.expected_accepted
+    return {"expected_accepted": expected if expected < float("inf") else None}

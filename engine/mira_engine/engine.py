@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
-import psutil
 import torch
 from mira_kernels.weights import Int4Layout
 
 from .checkpoint.store import ExpertStore
-from .config import EngineConfig, MachineRates, SamplingConfig, format_bytes
+from .config import EngineConfig, SamplingConfig, format_bytes
 from .errors import (
-    BudgetError,
     CancelledError,
     ContextLengthError,
     GenerationError,
@@ -29,7 +27,6 @@ from .errors import (
 from .events import (
     ChatMessage,
     GenerationDone,
-    MemoryPlan,
     Notice,
     PromptProgress,
     ReplyStats,
@@ -37,6 +34,7 @@ from .events import (
     TokenDelta,
 )
 from .library import ModelHome
+from .load_plan import make_load_plan
 from .model.chat import (
     ChatRenderer,
     Detokeniser,
@@ -45,32 +43,20 @@ from .model.chat import (
     load_tokenizer,
 )
 from .model.experts import stamp
-from .model.facts import context_length, gather_facts, longest_context
+from .model.facts import context_length, longest_context
 from .model.kv import StateManager
 from .model.linear import DenseSwitch
 from .model.loader import load_backbone
 from .model.sampling import Sampler
-from .policy.alternatives import (
-    PlanWishes,
-    choose_plan,
-    usable_memory,
-    usual_budget,
-    with_link,
-)
-from .policy.cost_model import usual_expectations
 from .policy.driver import CacheSetup, ExpertCacheDriver
 from .policy.eviction import preferred_eviction
+from .policy.speculation import DepthPolicy, RoundObservation
 from .runtime.disk import DiskTransfer
 from .runtime.draft import DraftStage
 from .runtime.executor import ExpertExecutor
 from .runtime.native_path import NativePath
 from .runtime.passes import ModelPasses
-from .runtime.probe import (
-    PROFILE_FILE,
-    MachineProfile,
-    bound_kernel_cache,
-    default_num_threads,
-)
+from .runtime.probe import bound_kernel_cache, default_num_threads
 from .runtime.slots import DraftArena, SlotArena, SlotBinder, SlotDraft, slot_planes
 from .runtime.telemetry import MemoryProbe, ReplyMeter
 from .runtime.transfer import LinkThrottle
@@ -106,10 +92,10 @@ class Engine:
         cache_dir: Path | None,
         on_notice: OnNotice,
         is_cancelled: Callable[[], bool],
+        draft_depths: Collection[int] | None = None,
     ) -> None:
         self.home = home
         self._cache_dir = cache_dir if config.compile_mode is not CompileMode.OFF else None
-        self._profile_dir = cache_dir
         self.config = config
         self._notify = on_notice
         self._is_load_cancelled = is_cancelled
@@ -120,7 +106,20 @@ class Engine:
         bound_kernel_cache()
         torch.set_num_threads(config.num_threads or default_num_threads())
         self._target, self._draft_source = _open_stores(home, config.precision)
-        self.plan = self._make_plan()
+        load_plan = make_load_plan(
+            home,
+            config,
+            self._target,
+            self._draft_source,
+            profile_dir=cache_dir,
+            on_notice=on_notice,
+        )
+        self.plan, self._top_k = load_plan.memory, load_plan.top_k
+        self.profile_key = load_plan.profile_key
+        self._fixed_depth = load_plan.fixed_depth()
+        self.governor = load_plan.governor(draft_depths)
+        self.on_round: Callable[[RoundObservation], None] | None = None
+        """Told what each round did, in the thread that asked for the reply."""
         self._arrange_device()
         if is_cancelled():
             self.close()
@@ -136,6 +135,7 @@ class Engine:
         cache_dir: Path | None = None,
         on_notice: OnNotice | None = None,
         is_cancelled: Callable[[], bool] = lambda: False,
+        draft_depths: Collection[int] | None = None,
     ) -> Engine:
         """Plans, then loads a prepared model.
 
@@ -145,6 +145,8 @@ class Engine:
             cache_dir: Where native kernels and compiled steps are kept; `None` for none.
             on_notice: Told every fallback, from the calling or a background thread.
             is_cancelled: Asked between the steps of loading.
+            draft_depths: What the governor may choose besides 0 and the plan's K; `None` for
+                all up to that K.
 
         Raises:
             CancelledError: `is_cancelled` said so.
@@ -157,52 +159,10 @@ class Engine:
             cache_dir=cache_dir,
             on_notice=on_notice or (lambda notice: None),
             is_cancelled=is_cancelled,
+            draft_depths=draft_depths,
         )
 
     # -- loading ---------------------------------------------------------------------------
-
-    def _make_plan(self) -> MemoryPlan:
-        facts = gather_facts(
-            self.home.backbone_dir, self.config, self._target.format, self._draft_source.format
-        )
-        self._top_k = facts.top_k
-        config = self.config
-        available = psutil.virtual_memory().available
-        budget = config.budget
-        if budget is None and config.memory_bytes is None:
-            budget, note = usual_budget(facts, usable_memory(available))
-            self._notice("default-budget", note)
-        wishes = PlanWishes(
-            budget=budget,
-            memory_bytes=config.memory_bytes,
-            num_draft_tokens=config.num_draft_tokens,
-            draft_dense=config.draft_dense,
-            draft_experts=config.draft_experts,
-            precision=config.precision,
-        )
-        expect = usual_expectations(is_builtin=self.home.is_builtin)
-        plan, note = choose_plan(facts, wishes, self._known_rates(), expect)
-        if note:
-            self._notice("speculation-off", note)
-        if plan.total_bytes > available:
-            raise BudgetError(
-                f"This needs {format_bytes(plan.total_bytes)} of memory, "
-                f"{format_bytes(available)} is free: "
-                f"{format_bytes(plan.total_bytes - available)} short.",
-                hint="Give a smaller --budget or --context, or close other programs.",
-            )
-        return plan
-
-    def _known_rates(self) -> MachineRates | None:
-        """This machine's rates if they were measured before; loading measures nothing."""
-        if self._profile_dir is None:
-            return None
-        profile = MachineProfile(self._profile_dir / PROFILE_FILE)
-        rates = profile.rates(torch.get_num_threads(), psutil.virtual_memory().available)
-        if rates is None:
-            return None
-        link = self.config.link
-        return with_link(rates, bytes_per_s=link.bytes_per_s, latency_s=link.latency_s)
 
     def _arrange_device(self) -> None:
         """Loads the backbone, allocates the arenas, and connects model and executor."""
@@ -256,6 +216,8 @@ class Engine:
             num_experts=manifest.num_experts,
             num_slots=self.plan.num_slots,
             eviction=config.eviction or preferred_eviction(self.plan.num_draft_tokens),
+            record_bytes=self.transfer.record_bytes,
+            num_links=config.num_reader_threads,
             num_reserved_slots=min(2, self.plan.num_slots - 1),
         )
         bind = SlotBinder(self._target.format, slots, draft)
@@ -309,8 +271,10 @@ class Engine:
         The first time it can take a second. Every reply begins with it; to call it when a
         reply has ended spares the next one that second.
         """
-        if self.native_path is not None:
-            self.native_path.take()
+        if self.native_path is None or not self.native_path.take():
+            return
+        if self.governor is not None:
+            self.governor.forget_costs()
 
     def _tell_load_fallbacks(self) -> None:
         """Says what is slower or less exact here than it could be."""
@@ -435,6 +399,9 @@ class Engine:
             )
         limit = min(room, sampling.max_new_tokens or room)
         sampler = Sampler(sampling)
+        depth: DepthPolicy = self._fixed_depth
+        if self.governor is not None and (sampling.is_greedy or sampling.seed is None):
+            depth = self.governor  # A seed gives the same text only if K does not change.
         meter.num_prompt_tokens = len(prompt)
         meter.num_cached_tokens = self.state.reuse_prefix(prompt)
         history = list(prompt)
@@ -447,7 +414,7 @@ class Engine:
                 made = len(history) - len(prompt)
                 if made >= limit:
                     return FinishReason.CONTEXT if limit == room else FinishReason.LENGTH
-                num_draft = min(self._num_draft_tokens(), limit - made - 1)
+                num_draft = min(self._num_draft_tokens(depth), limit - made - 1)
                 for token in self._round(history, num_draft, sampler):
                     history.append(token)
                     meter.on_token()
@@ -484,21 +451,25 @@ class Engine:
         assert logits is not None
         history.append(sampler.draw(history, logits[-1]).token)
 
-    def _num_draft_tokens(self) -> int:
-        """K in force: the plan's, or 0 where this model's cache cannot be rolled back."""
-        k = self.plan.num_draft_tokens
-        if k and not self.state.can_roll_back:
+    def _num_draft_tokens(self, depth: DepthPolicy) -> int:
+        """K in force: what `depth` says, or 0 where this model's cache cannot be rolled back."""
+        choice = depth.choose()
+        k, reason = choice.num_draft_tokens, choice.reason
+        if self.plan.num_draft_tokens and not self.state.can_roll_back:
             self._tell_once(
                 "speculation-off",
                 f"Speculation is off: the cache of {self.model.config.model_type} models "
                 "keeps a running state that cannot be rolled back.",
             )
-            return 0
+            k, reason = 0, "K 0: this model's cache cannot be rolled back."
+        meter = self.executor.meter
+        meter.num_draft_tokens, meter.governor_reason = k, reason
         return k
 
     def _round(self, history: list[int], num_draft: int, sampler: Sampler) -> list[int]:
         """One target pass, with a draft before it where `num_draft` is above 0."""
         meter = self.executor.meter
+        before = _round_figures(meter)
         drafted = []
         if num_draft > 0:
             drafted = self.draft_stage.run(history, num_draft, sampler, self._end_ids)
@@ -509,13 +480,36 @@ class Engine:
         num_accepted, following = sampler.accept(history, drafted, logits)
         self.state.rollback(len(drafted) - num_accepted)
         self._num_verified = self.state.num_cached
-        self.executor.driver.end_pass()
         meter.verify_s += time.perf_counter() - started
         if drafted:
             meter.num_rounds += 1
             meter.num_accepted += num_accepted
+            self.draft_stage.settle()
+        else:
+            self.executor.driver.end_pass()
+        self._observe_round(len(drafted), num_accepted, before)
         self._tell_fallbacks()
         return [*(d.token for d in drafted[:num_accepted]), following]
+
+    def _observe_round(
+        self, num_draft: int, num_accepted: int, before: tuple[float, float, float, int]
+    ) -> None:
+        if self.governor is None and self.on_round is None:
+            return
+        draft_s, verify_s, stall_s, num_records = before
+        now = _round_figures(self.executor.meter)
+        observation = RoundObservation(
+            num_draft=num_draft,
+            num_accepted=num_accepted,
+            draft_s=now[0] - draft_s,
+            verify_s=now[1] - verify_s,
+            stall_s=now[2] - stall_s,
+            num_records=now[3] - num_records,
+        )
+        if self.governor is not None:
+            self.governor.observe(observation)
+        if self.on_round is not None:
+            self.on_round(observation)
 
     def _tell_fallbacks(self) -> None:
         if self.config.is_direct_io and not self.transfer.is_direct:
@@ -523,6 +517,9 @@ class Engine:
                 "no-direct-io",
                 "The file system does not allow O_DIRECT: records pass through the page cache.",
             )
+
+        if not self.executor.driver.payoff.is_on:
+            self._tell_once("prefetch-off", self.executor.driver.payoff.reason)
 
     def stats(self) -> ReplyStats:
         """Returns the figures of the running or the last reply."""
@@ -537,6 +534,12 @@ class Engine:
         if self.native_path is not None:
             self.native_path.close()
         self.transfer.close()
+
+
+def _round_figures(meter: ReplyMeter) -> tuple[float, float, float, int]:
+    """Seconds of drafting, of target passes and of stalls, and records, so far."""
+    traffic = meter.decode
+    return meter.draft_s, meter.verify_s, traffic.stall_s, traffic.num_records
 
 
 def _open_stores(home: ModelHome, precision: Precision) -> tuple[ExpertStore, ExpertStore]:

@@ -134,6 +134,8 @@ class ReplyStats:
         num_drafted: Draft tokens proposed.
         num_accepted: Draft tokens accepted.
         num_rounds: Draft and verify rounds.
+        num_draft_tokens: K in force, which the governor may change from round to round.
+        governor_reason: Why it is that K, in one sentence for people.
         num_compiled_passes: Forward passes that ran as a compiled step, prefill included.
         num_eager_passes: Forward passes that ran module by module.
         expert_peak_bytes: Most device bytes held for experts.
@@ -159,6 +161,8 @@ class ReplyStats:
     num_drafted: int = 0
     num_accepted: int = 0
     num_rounds: int = 0
+    num_draft_tokens: int = 0
+    governor_reason: str = ""
     num_compiled_passes: int = 0
     num_eager_passes: int = 0
     expert_peak_bytes: int = 0
@@ -189,6 +193,49 @@ class ReplyStats:
         return self.num_accepted / self.num_rounds if self.num_rounds else 0.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DepthResult:
+    """What one K was worth in a profile.
+
+    Attributes:
+        num_draft_tokens: K.
+        tpot_s: Mean seconds per output token over the replies, the first token left out.
+        num_replies: Replies measured.
+    """
+
+    num_draft_tokens: int
+    tpot_s: float
+    num_replies: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KProfile:
+    """What `profile` found for one model, machine, budget and precision.
+
+    Source: Specter, selection of K.
+
+    Attributes:
+        best: The K with the lowest mean TPOT; the smallest of equals.
+        acceptance: Share of judged draft tokens that were accepted, over all K above 0.
+        results: Every K that was measured, smallest first.
+    """
+
+    best: int
+    acceptance: float
+    results: tuple[DepthResult, ...]
+
+    @property
+    def expected_accepted(self) -> float:
+        """E[A] = a / (1 - a): draft tokens accepted in a row before one is rejected."""
+        a = self.acceptance
+        return a / (1 - a) if a < 1 else float("inf")
+
+    @property
+    def rates(self) -> dict[int, float]:
+        """Tokens per second by K."""
+        return {r.num_draft_tokens: 1 / r.tpot_s for r in self.results if r.tpot_s > 0}
+
+
 # -- requests: app -> engine --------------------------------------------------------------
 
 
@@ -208,6 +255,16 @@ class LoadModel:
     request_id: str
     model: str
     config: EngineConfig = field(default_factory=EngineConfig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileModel:
+    """Measure which K is fastest for a prepared model; the model loaded before is given up."""
+
+    request_id: str
+    model: str
+    config: EngineConfig = field(default_factory=EngineConfig)
+    is_quick: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,7 +306,7 @@ class PlanModel:
     is_compact_allowed: bool = False
 
 
-Request = PrepareModel | LoadModel | Generate | Cancel | Shutdown | PlanModel
+Request = PrepareModel | LoadModel | ProfileModel | Generate | Cancel | Shutdown | PlanModel
 
 # -- events: engine -> app ------------------------------------------------------------------
 
@@ -305,6 +362,25 @@ class PrepareDone:
     request_id: str
     model: str
     precision: Precision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileProgress:
+    """Replies measured of a profile's `total`; `detail` says which K runs."""
+
+    request_id: str
+    done: int
+    total: int
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileDone:
+    """The profile is saved and used from the next load on."""
+
+    request_id: str
+    model: str
+    profile: KProfile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -401,6 +477,8 @@ Event = (
     | Notice
     | PrepareProgress
     | PrepareDone
+    | ProfileProgress
+    | ProfileDone
     | ModelLoaded
     | PromptProgress
     | TokenDelta

@@ -37,6 +37,9 @@ from .events import (
     PrepareDone,
     PrepareModel,
     PrepareProgress,
+    ProfileDone,
+    ProfileModel,
+    ProfileProgress,
     Request,
     RequestFailed,
     Shutdown,
@@ -49,7 +52,7 @@ if TYPE_CHECKING:
 _HEARTBEAT_S = 1.0
 _PROGRESS_INTERVAL_S = 0.2
 
-_Job = PrepareModel | LoadModel | Generate | PlanModel
+_Job = PrepareModel | LoadModel | ProfileModel | Generate | PlanModel
 
 
 class EventWriter:
@@ -114,7 +117,7 @@ class Worker:
                 engine = self._engine
             if is_running and engine is not None:
                 engine.cancel()
-        elif isinstance(request, (PrepareModel, LoadModel, Generate, PlanModel)):
+        elif isinstance(request, _Job):
             self._jobs.put(request)
 
     def _cancel_all(self) -> None:
@@ -151,6 +154,8 @@ class Worker:
                 self._load(job)
             elif isinstance(job, PlanModel):
                 self._plan(job)
+            elif isinstance(job, ProfileModel):
+                self._profile(job)
             else:
                 self._generate(job)
         except MiraError as error:
@@ -240,6 +245,24 @@ class Worker:
         self._writer.send(
             plan_model(home, job, data_dir=self._library.data_dir, cache_dir=self._cache_dir)
         )
+
+    def _profile(self, job: ProfileModel) -> None:
+        from .profiling import FULL_SWEEP, QUICK_SWEEP, profile_model
+
+        home = self._library.resolve(job.model)
+        self._unload()
+        profile = profile_model(
+            home,
+            job.config,
+            QUICK_SWEEP if job.is_quick else FULL_SWEEP,
+            cache_dir=self._cache_dir,
+            on_progress=lambda done, total, detail: self._writer.send(
+                ProfileProgress(request_id=job.request_id, done=done, total=total, detail=detail)
+            ),
+            on_notice=self._writer.send,
+            is_cancelled=lambda: self._is_cancelled(job.request_id),
+        )
+        self._writer.send(ProfileDone(request_id=job.request_id, model=job.model, profile=profile))
 
     def _generate(self, job: Generate) -> None:
         if self._engine is None:

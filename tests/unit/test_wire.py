@@ -107,6 +107,17 @@ MESSAGES = [
         request_id="r", model="m", title="M", context_length=5, plan=PLAN, load_s=1.5
     ),
     events.PromptProgress(request_id="r", done=1, total=2),
+    events.ProfileModel(request_id="r", model="builtin", is_quick=True),
+    events.ProfileProgress(request_id="r", done=1, total=20, detail="K 4"),
+    events.ProfileDone(
+        request_id="r",
+        model="builtin",
+        profile=events.KProfile(
+            best=4,
+            acceptance=0.75,
+            results=(events.DepthResult(num_draft_tokens=4, tpot_s=0.125, num_replies=75),),
+        ),
+    ),
     events.TokenDelta(request_id="r", text=" \n", num_tokens=1),
     events.StatsSample(request_id="r", stats=events.ReplyStats(num_hits=3, stall_s=0.25)),
     events.GenerationDone(

@@ -24,6 +24,8 @@ class SkipReason(enum.StrEnum):
 
     RESIDENT = "resident"
     NO_ROOM = "no-room"
+    LATER = "later"
+    BYTE_CAP = "byte-cap"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,4 +71,11 @@ class Await:
     slot: int
 
 
-Action = Fetch | Skip | Compute | Await
+@dataclass(frozen=True, slots=True)
+class DraftOn:
+    """Draft this many tokens more, then come back: that is the next boundary."""
+
+    num_tokens: int
+
+
+Action = Fetch | Skip | Compute | Await | DraftOn

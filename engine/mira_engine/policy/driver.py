@@ -20,10 +20,11 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ..types import Eviction, ExpertId, Region, ServedBy
-from .base import Action, Await, Compute, FetchReason
+from .base import Action, Await, Compute, DraftOn, FetchReason
 from .eviction import EVICTION_POLICIES
-from .lookahead import ExpertLookaheadBuffer
-from .prefetch import plan_batch
+from .lookahead import ExpertLookaheadBuffer, IncrementalRoutingPatternAnalyzer
+from .payoff import PrefetchPayoff, PrefetchRound
+from .prefetch import LayerAwarePrefetchPlanner
 from .residency import ResidencyTable, SlotState
 
 OnDecision = Callable[[str, Sequence[Any], Sequence[Action]], None]
@@ -54,14 +55,20 @@ class CacheSetup:
         num_experts: Routed experts of a layer.
         num_slots: Slots of the device.
         eviction: Which resident experts are given up first.
+        record_bytes: Bytes moved for one expert.
+        num_links: Records that move at the same time.
         num_reserved_slots: Slots that a prefetch leaves for misses.
+        max_window_bytes: Most bytes prefetched in one draft window, `None` for no cap.
     """
 
     num_layers: int
     num_experts: int
     num_slots: int
     eviction: Eviction
+    record_bytes: int
+    num_links: int = 1
     num_reserved_slots: int = 0
+    max_window_bytes: int | None = None
 
 
 class ExpertCacheDriver:
@@ -76,8 +83,15 @@ class ExpertCacheDriver:
     def __init__(self, setup: CacheSetup) -> None:
         self.residency = ResidencyTable(setup.num_slots, EVICTION_POLICIES[setup.eviction]())
         self.lookahead = ExpertLookaheadBuffer(setup.num_layers, setup.num_experts)
+        self.planner = LayerAwarePrefetchPlanner(
+            setup.record_bytes,
+            num_reserved_slots=setup.num_reserved_slots,
+            max_window_bytes=setup.max_window_bytes,
+        )
+        self.payoff = PrefetchPayoff()
         self.on_decision: OnDecision | None = None
-        self._num_reserved_slots = setup.num_reserved_slots
+        self._analyzer = IncrementalRoutingPatternAnalyzer(self.lookahead)
+        self._num_links = setup.num_links
         self._tokens_of: dict[ExpertId, int] = {}
         self._missing: list[ExpertId] = []
         self._waiting: dict[ExpertId, Compute] = {}
@@ -189,34 +203,81 @@ class ExpertCacheDriver:
     # -- drafting and passes ---------------------------------------------------------------
 
     @_observation
-    def begin_draft(self) -> list[Action]:
-        """A draft window begins: the counters are cleared."""
-        self.lookahead.clear()
-        return []
-
-    @_observation
-    def reach_boundary(self, counts: Sequence[Sequence[tuple[int, int]]]) -> list[Action]:
-        """A draft boundary. Returns the batch to submit.
+    def begin_draft(
+        self, num_tokens: int, is_prefetching: bool, link_bytes: int, link_s: float
+    ) -> list[Action]:
+        """A draft window begins: the counters are cleared.
 
         Args:
-            counts: By layer, the experts that this window's drafts chose, and how often:
-                what `lookahead` holds. Given too, since kernels add to its memory.
+            num_tokens: K.
+            is_prefetching: Whether anything may be moved ahead.
+            link_bytes: Bytes that landed since the window before.
+            link_s: Seconds that moving them took, each record's counted for itself.
+
+        Returns:
+            `DraftOn` up to the first boundary, if there is one.
         """
-        self.lookahead.restore(counts)
-        return plan_batch(
-            self.lookahead, self.residency, num_reserved_slots=self._num_reserved_slots
-        )
+        self._analyzer.clear()
+        if not is_prefetching or not self.payoff.begin_round():
+            return []
+        self.planner.observe_transfer(link_bytes, link_s / self._num_links)
+        return [DraftOn(self.planner.begin(num_tokens))]
 
     @_observation
-    def end_draft(self) -> list[Action]:
-        """The draft is over: what its last routers said is discarded."""
-        self.lookahead.clear()
+    def reach_boundary(
+        self, num_drafted: int, counts: Sequence[Sequence[tuple[int, int]]]
+    ) -> list[Action]:
+        """A draft boundary.
+
+        Args:
+            num_drafted: Tokens of this window so far.
+            counts: By layer, the experts that they chose, and how often: what `lookahead`
+                holds. Given too, since kernels add to its memory.
+
+        Returns:
+            The batch to submit, and `DraftOn` up to the next boundary, if there is one.
+        """
+        self.lookahead.restore(counts)
+        batch = self.planner.plan(
+            self._analyzer.snapshot(), self.residency, num_drafted=num_drafted
+        )
+        actions = list(batch.actions)
+        if batch.next_chunk:
+            actions.append(DraftOn(batch.next_chunk))
+        return actions
+
+    @_observation
+    def end_draft(self, num_drafted: int, draft_s: float) -> list[Action]:
+        """The draft is over, after `draft_s` seconds, planning left out."""
+        self._analyzer.clear()
+        self.planner.observe_draft(num_drafted, draft_s)
         return []
 
     @_observation
-    def end_pass(self) -> list[Action]:
-        """The pass that prefetches were made for is over; unused ones have no claim."""
+    def end_pass(
+        self, num_prefetched: int = 0, num_used: int = 0, planning_s: float = 0.0
+    ) -> list[Action]:
+        """The pass that prefetches were made for is over; unused ones have no claim.
+
+        Args:
+            num_prefetched: Records moved for it ahead.
+            num_used: Of those, the ones it used.
+            planning_s: Seconds that planning took.
+        """
         self.residency.end_window()
+        record_s = self.planner.record_s
+        if num_prefetched and record_s is not None:
+            # Whoever misses one record waits for all of its time, links beside it or not.
+            saved_s = num_used * record_s * self._num_links
+            spent_s = (num_prefetched - num_used) * record_s + planning_s
+            self.payoff.observe(
+                PrefetchRound(
+                    num_prefetched=num_prefetched,
+                    num_used=num_used,
+                    saved_s=saved_s,
+                    spent_s=spent_s,
+                )
+            )
         return []
 
     @_observation

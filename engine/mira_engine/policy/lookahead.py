@@ -5,12 +5,14 @@ this draft window; the analyzer ranks each layer's experts by that count. Pure.
 
 Source: Specter, Incremental Routing Pattern Analyzer. The paper keeps the counters on
 the GPU; on a machine whose device is host memory they are arrays that a kernel adds to.
+A snapshot is what the paper's compact plan copied to the host is: one object per boundary.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from ..types import ExpertId
 
@@ -64,3 +66,63 @@ class ExpertLookaheadBuffer:
         chosen = [(ExpertId(layer, e), n) for e, n in enumerate(self._counts[layer]) if n]
         chosen.sort(key=lambda item: (-item[1], item[0].expert))
         return chosen
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingSnapshot:
+    """What the draft's routers have said up to one boundary of a draft window.
+
+    Attributes:
+        rankings: For each layer `(expert, count)` of the chosen experts, most first, ties by
+            expert id.
+        new: Experts that the boundary before did not know, layer by layer, most first.
+    """
+
+    rankings: tuple[tuple[tuple[int, int], ...], ...]
+    new: tuple[ExpertId, ...]
+
+    @property
+    def needed(self) -> frozenset[ExpertId]:
+        """Every expert that was chosen in this window."""
+        return frozenset(
+            ExpertId(layer, expert)
+            for layer, ranking in enumerate(self.rankings)
+            for expert, _ in ranking
+        )
+
+
+class IncrementalRoutingPatternAnalyzer:
+    """Ranks each layer's experts at every boundary, and tells what came since the last one.
+
+    Args:
+        buffer: The counters; only read, but for `clear`.
+
+    Source: Specter, Incremental Routing Pattern Analyzer: one snapshot a boundary instead
+    of a transfer per token; cleared when the window ends.
+    """
+
+    def __init__(self, buffer: ExpertLookaheadBuffer) -> None:
+        self._buffer = buffer
+        self._known: frozenset[ExpertId] = frozenset()
+
+    def snapshot(self) -> RoutingSnapshot:
+        """Returns the window's routing so far. One call a boundary."""
+        rankings = []
+        for layer in range(self._buffer.num_layers):
+            counts = self._buffer.counters(layer).tolist()
+            chosen = [(expert, count) for expert, count in enumerate(counts) if count]
+            chosen.sort(key=lambda item: -item[1])  # Stable, so ties stay in order of id.
+            rankings.append(tuple(chosen))
+        ranked = (
+            ExpertId(layer, expert)
+            for layer, ranking in enumerate(rankings)
+            for expert, _ in ranking
+        )
+        new = tuple(expert for expert in ranked if expert not in self._known)
+        self._known = self._known.union(new)
+        return RoutingSnapshot(tuple(rankings), new)
+
+    def clear(self) -> None:
+        """Ends the window: what the final chunk's routers said is discarded with the rest."""
+        self._buffer.clear()
+        self._known = frozenset()

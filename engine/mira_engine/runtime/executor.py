@@ -188,6 +188,7 @@ class ExpertExecutor:
                     traffic.num_hits += num_tokens
                     if is_prefetched:
                         traffic.num_prefetch_hits += num_tokens
+                        traffic.num_prefetch_used += 1
                 case Await(expert):
                     self.transfer.promote(expert)
                 case Fetch(expert, slot, reason, evicted):
@@ -222,6 +223,7 @@ class ExpertExecutor:
                 self._fused.place(item.expert, item.slot)
             traffic.num_records += 1
             traffic.num_bytes += item.num_bytes
+            traffic.transfer_s += item.seconds
         if error is not None:
             raise error
         return ready

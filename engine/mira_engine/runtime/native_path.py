@@ -100,12 +100,18 @@ class NativePath:
             self.capture.wait(is_cancelled)
             self.take()
 
-    def take(self) -> None:
-        """Takes up what the background has made since. Between replies only."""
+    def take(self) -> bool:
+        """Takes up what the background has made since. Between replies only.
+
+        Returns:
+            Whether that changed anything.
+        """
+        was_native = self.is_native
         if not self.is_native and self.capture.is_native_ready:
             self._use_native()
-        if self.is_native:
-            self._passes.add_steps(self.capture.take_ready())
+        steps = self.capture.take_ready() if self.is_native else {}
+        self._passes.add_steps(steps)
+        return bool(steps) or self.is_native != was_native
 
     def close(self) -> None:
         """Stops what is still being made."""

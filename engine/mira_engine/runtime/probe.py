@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import platform
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -49,6 +50,18 @@ def default_num_threads() -> int:
     if hasattr(os, "sched_getaffinity"):
         cores = min(cores, len(os.sched_getaffinity(0)))
     return max(1, min(cores - 1, torch.get_num_threads()))
+
+
+def machine_name() -> str:
+    """Names what sets this machine's speed: processor, cores, and torch's threads in force."""
+    model = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                model = line.partition(":")[2].strip()
+                break
+    cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
+    return f"{model}, {cores} cores, {torch.get_num_threads()} threads"
 
 
 def bound_kernel_cache() -> None:

@@ -25,7 +25,9 @@ class TrafficCounters:
     num_misses: int = 0
     num_records: int = 0
     num_prefetched: int = 0
+    num_prefetch_used: int = 0
     num_bytes: int = 0
+    transfer_s: float = 0.0
     stall_s: float = 0.0
 
 
@@ -46,6 +48,8 @@ class ReplyMeter:
     num_eager_passes: int = 0
     draft_s: float = 0.0
     verify_s: float = 0.0
+    num_draft_tokens: int = 0
+    governor_reason: str = ""
     started_at: float = 0.0
     first_token_at: float | None = None
     last_token_at: float | None = None
@@ -86,6 +90,8 @@ class ReplyMeter:
             num_drafted=self.num_drafted,
             num_accepted=self.num_accepted,
             num_rounds=self.num_rounds,
+            num_draft_tokens=self.num_draft_tokens,
+            governor_reason=self.governor_reason,
             num_compiled_passes=self.num_compiled_passes,
             num_eager_passes=self.num_eager_passes,
             expert_peak_bytes=expert_peak_bytes,

@@ -1,0 +1,158 @@
+"""What a model is loaded with: its memory plan, and who says how many tokens are drafted.
+
+Brings together what was asked for, what was measured on this machine (rates, a profile of
+K) and the model's sizes. Loads and measures nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from .checkpoint.store import ExpertStore
+from .config import EngineConfig, MachineRates, MemoryAmount, format_bytes
+from .errors import BudgetError
+from .events import KProfile, MemoryPlan, Notice
+from .library import ModelHome
+from .model.facts import gather_facts
+from .policy.alternatives import PlanWishes, choose_plan, usable_memory, usual_budget, with_link
+from .policy.budget import room_for_experts
+from .policy.cost_model import usual_expectations
+from .policy.speculation import (
+    DRAFT_DEPTHS,
+    FixedDepth,
+    SpeculationGovernor,
+    allowed_depths,
+)
+from .profiles import ProfileKey, load_profile
+from .runtime.probe import PROFILE_FILE, MachineProfile, machine_name
+from .types import Precision
+
+OnNotice = Callable[[Notice], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadPlan:
+    """What a model is loaded with.
+
+    Attributes:
+        memory: The memory plan.
+        top_k: Experts of one token in one layer.
+        profile_key: What a profile of K for this load is kept under.
+        profile: The profile that is kept, where nobody chose K.
+        is_k_chosen: Whether somebody chose K.
+    """
+
+    memory: MemoryPlan
+    top_k: int
+    profile_key: ProfileKey
+    profile: KProfile | None
+    is_k_chosen: bool
+
+    def fixed_depth(self) -> FixedDepth:
+        """Returns the plan's K, and why it is that."""
+        k = self.memory.num_draft_tokens
+        if k and not self.is_k_chosen:
+            return FixedDepth(k, "fixed, since a seed was given")
+        if self.profile:
+            return FixedDepth(k, "from the profile")
+        return FixedDepth(k, "as asked for" if k else "there is no draft")
+
+    def governor(self, draft_depths: Collection[int] | None) -> SpeculationGovernor | None:
+        """Returns what adjusts K to what is observed; `None` where K was chosen or is 0."""
+        k, profile = self.memory.num_draft_tokens, self.profile
+        if not k or self.is_k_chosen:
+            return None
+        return SpeculationGovernor(
+            allowed_depths(k, DRAFT_DEPTHS if draft_depths is None else draft_depths),
+            initial=k,
+            prior_rates=profile.rates if profile else None,
+            origin="from the profile" if profile else "the default",
+        )
+
+
+def make_load_plan(
+    home: ModelHome,
+    config: EngineConfig,
+    target: ExpertStore,
+    draft_source: ExpertStore,
+    *,
+    profile_dir: Path | None,
+    on_notice: OnNotice,
+) -> LoadPlan:
+    """Plans the memory.
+
+    Args:
+        home: The model.
+        config: What was asked for.
+        target: The target's experts.
+        draft_source: Where the draft's are.
+        profile_dir: Where this machine's rates are kept, `None` for nowhere.
+        on_notice: Told what was chosen without being asked for.
+
+    Raises:
+        BudgetError: Nothing that was asked for fits; says the missing bytes.
+    """
+
+    def notice(code: str, text: str) -> None:
+        on_notice(Notice(code=code, text=text))
+
+    facts = gather_facts(home.backbone_dir, config, target.format, draft_source.format)
+    available = psutil.virtual_memory().available
+    budget = config.budget
+    if budget is None and config.memory_bytes is None:
+        budget, note = usual_budget(facts, usable_memory(available))
+        notice("default-budget", note)
+    room = budget or MemoryAmount(
+        num_bytes=max(1, room_for_experts(facts, config.memory_bytes or 0))
+    )
+    profile_key = ProfileKey.of_engine(
+        config,
+        machine=machine_name(),
+        model_revision=target.manifest.revision,
+        budget_bytes=room.resolve(facts.reference_bytes),
+    )
+    profile = None
+    if config.num_draft_tokens is None and config.precision is not Precision.INT4:
+        profile = load_profile(home.root, profile_key, notice)
+    wishes = PlanWishes(
+        budget=budget,
+        memory_bytes=config.memory_bytes,
+        num_draft_tokens=profile.best if profile else config.num_draft_tokens,
+        draft_dense=config.draft_dense,
+        draft_experts=config.draft_experts,
+        precision=config.precision,
+    )
+    expect = usual_expectations(is_builtin=home.is_builtin)
+    memory, note = choose_plan(facts, wishes, _known_rates(config, profile_dir), expect)
+    if note:
+        notice("speculation-off", note)
+    if memory.total_bytes > available:
+        raise BudgetError(
+            f"This needs {format_bytes(memory.total_bytes)} of memory, "
+            f"{format_bytes(available)} is free: "
+            f"{format_bytes(memory.total_bytes - available)} short.",
+            hint="Give a smaller --budget or --context, or close other programs.",
+        )
+    return LoadPlan(
+        memory=memory,
+        top_k=facts.top_k,
+        profile_key=profile_key,
+        profile=profile,
+        is_k_chosen=config.num_draft_tokens is not None,
+    )
+
+
+def _known_rates(config: EngineConfig, profile_dir: Path | None) -> MachineRates | None:
+    """This machine's rates if they were measured before; loading measures nothing."""
+    if profile_dir is None:
+        return None
+    profile = MachineProfile(profile_dir / PROFILE_FILE)
+    rates = profile.rates(torch.get_num_threads(), psutil.virtual_memory().available)
+    if rates is None:
+        return None
+    return with_link(rates, bytes_per_s=config.link.bytes_per_s, latency_s=config.link.latency_s)
