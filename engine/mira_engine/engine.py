@@ -37,6 +37,7 @@ from .events import (
     TokenDelta,
 )
 from .library import ModelHome
+from .model.batch_state import can_pad
 from .model.chat import (
     ChatRenderer,
     Detokeniser,
@@ -54,12 +55,15 @@ from .policy.budget import plan_memory
 from .policy.eviction import EVICTION_POLICIES, preferred_eviction
 from .policy.lookahead import ExpertLookaheadBuffer
 from .policy.residency import ResidencyTable
+from .runtime.batch import BatchDecoder
+from .runtime.beam import BeamResult, beam_search, check_beams
 from .runtime.disk import DiskTransfer
 from .runtime.draft import DraftStage
 from .runtime.executor import ExpertExecutor
 from .runtime.native_path import NativePath
 from .runtime.passes import ModelPasses
 from .runtime.probe import bound_kernel_cache, default_num_threads
+from .runtime.requests import BatchEvent, in_turn, make_requests
 from .runtime.slots import DraftArena, SlotArena, SlotBinder, slot_planes
 from .runtime.telemetry import MemoryProbe, ReplyMeter
 from .runtime.transfer import LinkThrottle
@@ -473,6 +477,92 @@ class Engine:
             meter.num_accepted += num_accepted
         self._tell_fallbacks()
         return [*(d.token for d in drafted[:num_accepted]), following]
+
+    # -- several at once -------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingConfig | Sequence[SamplingConfig],
+    ) -> Iterator[BatchEvent]:
+        """Answers up to 32 prompts together, each as `reply` would alone.
+
+        The batch takes the room of the conversation's cache: the next reply reads its chat
+        again. `stats` gives the figures of all requests together. `cancel` ends them all.
+
+        Args:
+            prompts: Token lists.
+            sampling: For all, or one for each.
+
+        Returns:
+            An iterator over each request's tokens as they come, and its result at its end.
+
+        Raises:
+            ConfigError: No prompt, more than 32, or not one sampling for each.
+            ContextLengthError: A prompt does not fit the context.
+            BudgetError: The plan has no memory for so many tokens.
+        """
+        requests = make_requests(prompts, sampling, self.context_length)
+        if not can_pad(self.model.config, max(request.max_tokens for request in requests)):
+            self._tell_once(
+                "batch-in-turn",
+                f"{self.model.config.model_type} models answer one request after another: their "
+                "cache, or their positions at this length, cannot be shared by a batch.",
+            )
+            return in_turn(requests, self.reply)
+        decoder = BatchDecoder(
+            requests,
+            self.model.config,
+            passes=self.passes,
+            executor=self.executor,
+            end_ids=self._end_ids,
+            num_draft_tokens=self.plan.num_draft_tokens,
+            chunk_tokens=self.config.prefill_chunk_tokens,
+            num_reserved_slots=(
+                min(2, self.plan.num_slots - 1) if self.config.is_prefetch_enabled else None
+            ),
+            on_round=self._tell_fallbacks,
+        )
+        decoder.check_room(self.plan, self.context_length)
+        self.take_compiled()
+        self.state.reset()
+        self._num_verified = 0
+        self.executor.meter = ReplyMeter()
+        return decoder.run()
+
+    def beam_search(
+        self, prompt: Sequence[int], *, num_beams: int, max_new_tokens: int
+    ) -> BeamResult:
+        """Searches with transformers' own beams; the conversation keeps its state.
+
+        Raises:
+            ConfigError: A width below 1 or above 32.
+            ContextLengthError: Prompt and answer do not fit the context.
+            BudgetError: The plan has no memory for so many beams.
+            CancelledError: `cancel` was called.
+        """
+        check_beams(
+            self.plan,
+            num_beams=num_beams,
+            num_tokens=len(prompt) + max_new_tokens,
+            num_cached=self.state.num_cached,
+            num_words=self.model.config.get_text_config().vocab_size,
+            context_length=self.context_length,
+        )
+        self.take_compiled()
+        self.executor.meter = ReplyMeter()
+        try:
+            return beam_search(
+                self.model,
+                self.passes,
+                prompt,
+                num_beams=num_beams,
+                max_new_tokens=max_new_tokens,
+                end_ids=self._end_ids,
+                chunk_tokens=self.config.prefill_chunk_tokens,
+            )
+        finally:
+            self.executor.abandon_failed()
 
     def _tell_fallbacks(self) -> None:
         if self.config.is_direct_io and not self.transfer.is_direct:
