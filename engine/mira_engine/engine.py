@@ -513,17 +513,17 @@ class Engine:
         decoder = BatchDecoder(
             requests,
             self.model.config,
+            self.plan,
+            context_length=self.context_length,
             passes=self.passes,
             executor=self.executor,
             end_ids=self._end_ids,
-            num_draft_tokens=self.plan.num_draft_tokens,
             chunk_tokens=self.config.prefill_chunk_tokens,
             num_reserved_slots=(
                 min(2, self.plan.num_slots - 1) if self.config.is_prefetch_enabled else None
             ),
             on_round=self._tell_fallbacks,
         )
-        decoder.check_room(self.plan, self.context_length)
         self.take_compiled()
         self.state.reset()
         self._num_verified = 0

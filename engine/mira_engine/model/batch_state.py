@@ -198,9 +198,11 @@ def padded_attention(
     scaling: float | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Computes attention over several rows; as `short_query_attention`, but never without
-    the mask: the native kernel there knows one row without holes.
-    """  # noqa: D205
+    """Computes attention over several rows; a transformers attention function.
+
+    As `short_query_attention`, but never by its native kernel, which knows one row and no
+    mask: holes and padding would be seen.
+    """
     num_queries = query.shape[2]
     is_special = dropout or any(kwargs.get(name) is not None for name in SPECIAL_FORMS)
     is_short = num_queries <= MAX_SHORT_QUERIES and query.device.type == "cpu"

@@ -19,8 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import torch
 from transformers import PreTrainedConfig
 
-from ..config import format_bytes
-from ..errors import BudgetError, CancelledError
+from ..errors import CancelledError
 from ..events import MemoryPlan
 from ..model.batch_state import BatchState
 from ..model.sampling import DraftToken
@@ -30,12 +29,13 @@ from ..types import FinishReason, Phase
 from .executor import ExpertExecutor
 from .passes import ModelPasses
 from .requests import BatchEvent, BatchToken, Request
+from .room import check_room, spare_entries
 
 COMPACT_ABOVE = 0.25
 """Share of removable entries in the cache above which it is compacted."""
 
-_PLANNED_LOGITS = 3 * 34
-"""Logits in float32, over the whole vocabulary, that a plan's workspace has room for."""
+_MAX_PROMPT_ENDS = 3
+"""Most columns of a prefill pass whose logits are taken; a pass with more prompt ends is cut."""
 
 
 class BatchDecoder:
@@ -44,25 +44,30 @@ class BatchDecoder:
     Args:
         requests: Fresh requests.
         config: The model's; it must be able to share a padded cache.
+        plan: The engine's; gives K, and the memory that the batch may use.
+        context_length: Tokens that the plan's KV cache is for.
         passes: Forward passes.
         executor: Computes the experts; its buffer and residency table are used.
         end_ids: End-of-text ids.
-        num_draft_tokens: K.
         chunk_tokens: Most tokens of one pass over prompts or candidates, all rows together.
         num_reserved_slots: Slots a prefetch batch leaves for misses, `None` to prefetch nothing.
         compact_above: As `COMPACT_ABOVE`.
         on_round: Called after each round.
+
+    Raises:
+        BudgetError: The plan has no memory for it. Nothing was allocated.
     """
 
     def __init__(
         self,
         requests: Sequence[Request],
         config: PreTrainedConfig,
+        plan: MemoryPlan,
         *,
+        context_length: int,
         passes: ModelPasses,
         executor: ExpertExecutor,
         end_ids: Collection[int],
-        num_draft_tokens: int,
         chunk_tokens: int,
         num_reserved_slots: int | None,
         compact_above: float = COMPACT_ABOVE,
@@ -71,34 +76,18 @@ class BatchDecoder:
         self._passes = passes
         self._executor = executor
         self._end_ids = end_ids
-        self._num_draft_tokens = num_draft_tokens
+        self._num_draft_tokens = plan.num_draft_tokens
         self._chunk_tokens = chunk_tokens
         self._num_reserved_slots = num_reserved_slots
         self._compact_above = compact_above
         self._on_round = on_round
         self._rows = list(requests)
         """The requests by their rows in the cache; ended ones stay until a compaction."""
-        self._num_columns = num_columns(requests, num_draft_tokens, compact_above)
-        self._num_words = config.get_text_config().vocab_size
-        self.state = BatchState(config, num_rows=len(requests), num_columns=self._num_columns)
-
-    def check_room(self, plan: MemoryPlan, context_length: int) -> None:
-        """Refuses what the plan has no memory for. Nothing was allocated before.
-
-        Raises:
-            BudgetError: With the missing bytes.
-        """
-        num_rows, num_candidates = len(self._rows), self._num_draft_tokens + 1
-        has_sampling = any(not request.sampling.is_greedy for request in self._rows)
-        num_rounds_logits = num_candidates * (2 if has_sampling else 1)  # The draft's are kept.
-        num_prompt_logits = max(len(lasts) for _, _, lasts in self._prompt_spans())
-        check_room(
-            plan,
-            num_entries=num_rows * self._num_columns,
-            num_logits=num_rows * max(num_rounds_logits, num_prompt_logits),
-            num_words=self._num_words,
-            context_length=context_length,
+        num_words = config.get_text_config().vocab_size
+        self._num_columns = batch_columns(
+            requests, plan, num_words, context_length, compact_above=compact_above
         )
+        self.state = BatchState(config, num_rows=len(requests), num_columns=self._num_columns)
 
     def run(self) -> Iterator[BatchEvent]:
         """Yields tokens as they come, and each request's result when it has ended.
@@ -137,7 +126,10 @@ class BatchDecoder:
 
     def _compact(self) -> None:
         running = [row for row, request in enumerate(self._rows) if request.reason is None]
-        if self.state.removable_share(running) > self._compact_above:
+        share = self.state.removable_share(running)
+        width = 1 + max(self._draft_lengths())
+        is_full = self.state.num_columns + width > self._num_columns
+        if share > self._compact_above or is_full:
             self.state.compact(running)
             self._rows = [self._rows[row] for row in running]
 
@@ -169,11 +161,14 @@ class BatchDecoder:
     def _prompt_spans(self) -> list[tuple[int, int, list[int]]]:
         """Returns each prefill pass's columns, and those in it that end some prompt."""
         lengths = [len(request.prompt) for request in self._rows]
-        spans = []
-        for start in range(0, max(lengths), self._pass_columns):
+        spans, start = [], 0
+        while start < max(lengths):
             stop = min(start + self._pass_columns, max(lengths))
-            lasts = sorted({length - 1 - start for length in lengths if start < length <= stop})
-            spans.append((start, stop, lasts))
+            ends = sorted({length for length in lengths if start < length <= stop})
+            if len(ends) > _MAX_PROMPT_ENDS:
+                stop = ends[_MAX_PROMPT_ENDS - 1]
+            spans.append((start, stop, [end - 1 - start for end in ends[:_MAX_PROMPT_ENDS]]))
+            start = stop
         return spans
 
     # -- rounds ----------------------------------------------------------------------------
@@ -219,10 +214,7 @@ class BatchDecoder:
 
     def _draft(self) -> list[list[DraftToken]]:
         """Drafts for all running rows together, each to its own end. The cache is as before."""
-        wanted = [
-            min(self._num_draft_tokens, request.num_left - 1) if request.reason is None else 0
-            for request in self._rows
-        ]
+        wanted = self._draft_lengths()
         drafted: list[list[DraftToken]] = [[] for _ in self._rows]
         most = max(wanted)
         if not most:
@@ -246,6 +238,13 @@ class BatchDecoder:
         meter.draft_s += time.perf_counter() - started
         meter.num_drafted += sum(map(len, drafted))
         return drafted
+
+    def _draft_lengths(self) -> list[int]:
+        """Returns the draft tokens that each row may have this round."""
+        return [
+            min(self._num_draft_tokens, request.num_left - 1) if request.reason is None else 0
+            for request in self._rows
+        ]
 
     def _unfinished(
         self, drafted: Sequence[Sequence[DraftToken]], wanted: Sequence[int]
@@ -272,35 +271,37 @@ class BatchDecoder:
                 executor.meter.decode.num_prefetched += 1
 
 
-def num_columns(requests: Sequence[Request], num_draft_tokens: int, compact_above: float) -> int:
-    """Returns columns for the longest request, the holes beside it, and one round."""
-    longest = max(request.max_tokens for request in requests)
-    return int(longest / (1 - compact_above)) + 1 + num_draft_tokens + 1
+def batch_columns(
+    requests: Sequence[Request],
+    plan: MemoryPlan,
+    num_words: int,
+    context_length: int,
+    *,
+    compact_above: float,
+) -> int:
+    """Returns the columns of a batch's cache.
 
-
-def check_room(
-    plan: MemoryPlan, *, num_entries: int, num_logits: int, num_words: int, context_length: int
-) -> None:
-    """Refuses what the plan has no memory for: a batch may use what the plan has for one chat.
-
-    Args:
-        plan: The engine's.
-        num_entries: Entries of the cache, rows times columns.
-        num_logits: Logits in float32 that are held at a time.
-        num_words: Words of the vocabulary.
-        context_length: Tokens that the plan's KV cache is for.
+    Enough for the longest request, the holes beside it and one round; where the plan has
+    less, what it has: the cache is then compacted more often.
 
     Raises:
-        BudgetError: With the missing bytes.
+        BudgetError: Not even the requests without holes fit.
     """
-    cache_bytes = -(-plan.kv_bytes * num_entries // context_length)
-    logits_bytes = 4 * num_words * max(0, num_logits - _PLANNED_LOGITS)
-    missing = cache_bytes + logits_bytes - plan.kv_bytes
-    if missing > 0:
-        raise BudgetError(
-            f"Together these need {format_bytes(cache_bytes + logits_bytes)} for their KV cache "
-            f"and logits, the plan has {format_bytes(plan.kv_bytes)}: "
-            f"{format_bytes(missing)} short.",
-            hint="Give fewer prompts or beams, fewer new tokens, or a larger --context, whose "
-            "memory they share.",
-        )
+    num_rows, k = len(requests), plan.num_draft_tokens
+    longest = max(request.max_tokens for request in requests)
+    has_sampling = any(not request.sampling.is_greedy for request in requests)
+    # Where tokens are sampled, the draft's distributions are kept beside the target's logits.
+    num_logits = num_rows * max(_MAX_PROMPT_ENDS, (k + 1) * (2 if has_sampling else 1))
+    # A round's candidates never go beyond their own request's end, but beyond another's.
+    least = longest + (k if num_rows > 1 else 0)
+    check_room(
+        plan,
+        num_entries=num_rows * least,
+        num_logits=num_logits,
+        num_words=num_words,
+        context_length=context_length,
+    )
+    spare = spare_entries(
+        plan, num_logits=num_logits, num_words=num_words, context_length=context_length
+    )
+    return min(int(longest / (1 - compact_above)) + 1 + k + 1, spare // num_rows)

@@ -20,8 +20,8 @@ from ..errors import ConfigError, ContextLengthError
 from ..events import MemoryPlan
 from ..model.batch_state import attending_padded
 from ..types import Phase
-from .batch import check_room
 from .passes import ModelPasses
+from .room import check_room
 
 MAX_BEAMS = 32
 
@@ -93,7 +93,7 @@ def beam_search(
         prompt: Tokens.
         num_beams: Width, 1 for greedy.
         max_new_tokens: Most new tokens.
-        end_ids: End-of-text ids.
+        end_ids: End-of-text ids, none to go on to the last token.
         chunk_tokens: Most prompt tokens of one pass, all beams together. A model with
             recurrent state reads its prompt in one pass whatever this says.
 
@@ -101,12 +101,14 @@ def beam_search(
         CancelledError: The engine was told to stop.
     """
     ids = torch.tensor([list(prompt)])
+    # No word has this id; without any, transformers would take the checkpoint's own.
+    no_end = model.config.get_text_config().vocab_size
     columns = max(1, chunk_tokens // num_beams)
     config = GenerationConfig(
         num_beams=num_beams,
         do_sample=False,
         max_new_tokens=max_new_tokens,
-        eos_token_id=sorted(end_ids) or None,
+        eos_token_id=sorted(end_ids) or [no_end],
         pad_token_id=0,
         prefill_chunk_size=columns if passes.state.is_static and columns < len(prompt) else None,
     )
