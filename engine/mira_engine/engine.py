@@ -56,7 +56,7 @@ from .policy.eviction import EVICTION_POLICIES, preferred_eviction
 from .policy.lookahead import ExpertLookaheadBuffer
 from .policy.residency import ResidencyTable
 from .runtime.batch import BatchDecoder
-from .runtime.beam import BeamResult, beam_search, check_beams
+from .runtime.beam import BeamResult, beam_search
 from .runtime.disk import DiskTransfer
 from .runtime.draft import DraftStage
 from .runtime.executor import ExpertExecutor
@@ -541,14 +541,6 @@ class Engine:
             BudgetError: The plan has no memory for so many beams.
             CancelledError: `cancel` was called.
         """
-        check_beams(
-            self.plan,
-            num_beams=num_beams,
-            num_tokens=len(prompt) + max_new_tokens,
-            num_cached=self.state.num_cached,
-            num_words=self.model.config.get_text_config().vocab_size,
-            context_length=self.context_length,
-        )
         self.take_compiled()
         self.executor.meter = ReplyMeter()
         try:
@@ -556,10 +548,12 @@ class Engine:
                 self.model,
                 self.passes,
                 prompt,
+                self.plan,
                 num_beams=num_beams,
                 max_new_tokens=max_new_tokens,
                 end_ids=self._end_ids,
                 chunk_tokens=self.config.prefill_chunk_tokens,
+                context_length=self.context_length,
             )
         finally:
             self.executor.abandon_failed()

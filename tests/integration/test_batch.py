@@ -33,7 +33,6 @@ from mira_engine.model.batch_state import (
 )
 from mira_engine.model.experts import only_rows
 from mira_engine.prepare import prepare
-from mira_engine.runtime import batch
 from mira_engine.runtime.batch import BatchDecoder
 from mira_engine.runtime.requests import BatchEvent, BatchToken, RequestResult
 from mira_engine.types import ComputeDtype, FinishReason, Phase, Precision
@@ -170,6 +169,20 @@ def decoders(monkeypatch: pytest.MonkeyPatch) -> list[BatchDecoder]:
     return made
 
 
+@pytest.fixture
+def set_threshold(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Sets the share of removable entries above which batches are compacted from now on."""
+    make = BatchDecoder.__init__
+
+    def set_to(threshold: float) -> None:
+        def with_threshold(self: BatchDecoder, *args: object, **kwargs: object) -> None:
+            make(self, *args, **kwargs, compact_above=threshold)
+
+        monkeypatch.setattr(BatchDecoder, "__init__", with_threshold)
+
+    return set_to
+
+
 # -- the same tokens as alone -----------------------------------------------------------------
 
 
@@ -234,26 +247,22 @@ def test_batch_of_one_equals_its_reply(load: Load) -> None:
 def test_compaction_changes_nothing(
     load: Load,
     decoders: list[BatchDecoder],
-    monkeypatch: pytest.MonkeyPatch,
+    set_threshold: Callable[[float], None],
     threshold: float,
     fewest: int,
     most: int,
 ) -> None:
-    make = batch.BatchDecoder.__init__
-
-    def with_threshold(self: BatchDecoder, *args: object, **kwargs: object) -> None:
-        make(self, *args, **kwargs, compact_above=threshold)
-
     engine = load(num_draft_tokens=3)
     expected = _alone(engine, PROMPTS, _samplings())
-    monkeypatch.setattr(BatchDecoder, "__init__", with_threshold)
+    set_threshold(threshold)
     assert _answers(engine.generate(PROMPTS, _samplings()))[0] == expected
     assert fewest <= decoders[0].state.num_compactions <= most
 
 
 def test_compaction_makes_room_where_the_plan_has_none_for_holes(
-    load: Load, decoders: list[BatchDecoder]
+    load: Load, decoders: list[BatchDecoder], set_threshold: Callable[[float], None]
 ) -> None:
+    set_threshold(0.9)
     # Four rows of 45 + 3 columns: what the requests need without a hole.
     engine = load(num_draft_tokens=3, context_length=4 * 48)
     assert _answers(engine.generate(PROMPTS, _samplings()))[0] == _alone(
@@ -502,8 +511,9 @@ def test_cache_of_a_batch_is_no_larger_than_planned(
     load: Load, decoders: list[BatchDecoder]
 ) -> None:
     engine = load(num_draft_tokens=3)
-    engine.generate(PROMPTS, _samplings())
+    _alone(engine, PROMPTS[:1], _samplings()[:1])
     list(engine.generate(PROMPTS, _samplings()))
+    assert engine.state.num_cached == 0, "the conversation's cache is held beside the batch's"
     layers = decoders[-1].state.cache.layers
     reserved = sum(
         t.untyped_storage().nbytes() for layer in layers for t in (layer.keys, layer.values)
@@ -619,6 +629,8 @@ def test_beams_beyond_context_or_plan_are_refused(load: Load) -> None:
     engine = load(context_length=64)
     with pytest.raises(ConfigError, match="beams cannot be 0"):
         engine.beam_search(PROMPTS[0], num_beams=0, max_new_tokens=4)
+    with pytest.raises(ConfigError, match="needs a prompt"):
+        engine.beam_search([], num_beams=2, max_new_tokens=4)
     with pytest.raises(ContextLengthError):
         engine.beam_search(PROMPTS[0], num_beams=1, max_new_tokens=60)
     with pytest.raises(BudgetError, match="short"):
@@ -652,13 +664,14 @@ def test_padded_attention_and_row_filter_end_with_their_blocks(load: Load) -> No
     modules = engine.passes._modules
     before = [module.__dict__["_mira"] for module in modules]
     implementation = engine.model.config._attn_implementation
-    with (
-        pytest.raises(CancelledError),
-        attending_padded(engine.model),
-        only_rows(modules, torch.tensor([0])),
-    ):
-        assert engine.model.config._attn_implementation == PADDED_ATTENTION_IMPLEMENTATION
-        assert [module.__dict__["_mira"] for module in modules] != before
-        raise CancelledError("Stopped.")
+
+    def fail_inside() -> None:
+        with attending_padded(engine.model), only_rows(modules, torch.tensor([0])):
+            assert engine.model.config._attn_implementation == PADDED_ATTENTION_IMPLEMENTATION
+            assert [module.__dict__["_mira"] for module in modules] != before
+            raise CancelledError("Stopped.")
+
+    with pytest.raises(CancelledError):
+        fail_inside()
     assert [module.__dict__["_mira"] for module in modules] == before
     assert engine.model.config._attn_implementation == implementation

@@ -79,11 +79,13 @@ def beam_search(
     model: PreTrainedModel,
     passes: ModelPasses,
     prompt: Sequence[int],
+    plan: MemoryPlan,
     *,
     num_beams: int,
     max_new_tokens: int,
     end_ids: Collection[int],
     chunk_tokens: int,
+    context_length: int,
 ) -> BeamResult:
     """Finds the likeliest continuation of `prompt` that a beam search meets.
 
@@ -91,15 +93,29 @@ def beam_search(
         model: The loaded model, its experts stamped.
         passes: Its passes.
         prompt: Tokens.
+        plan: The engine's; beams and the conversation share what it has for a KV cache.
         num_beams: Width, 1 for greedy.
         max_new_tokens: Most new tokens.
         end_ids: End-of-text ids, none to go on to the last token.
         chunk_tokens: Most prompt tokens of one pass, all beams together. A model with
             recurrent state reads its prompt in one pass whatever this says.
+        context_length: Tokens that the plan's KV cache is for.
 
     Raises:
+        ConfigError: The width is below 1 or above 32, or there is no prompt.
+        ContextLengthError: More tokens than the context holds.
+        BudgetError: With the missing bytes.
         CancelledError: The engine was told to stop.
     """
+    _check_beams(
+        model,
+        plan,
+        prompt=prompt,
+        num_beams=num_beams,
+        max_new_tokens=max_new_tokens,
+        num_cached=passes.state.num_cached,
+        context_length=context_length,
+    )
     ids = torch.tensor([list(prompt)])
     # No word has this id; without any, transformers would take the checkpoint's own.
     no_end = model.config.get_text_config().vocab_size
@@ -132,32 +148,22 @@ def beam_search(
     )
 
 
-def check_beams(
+def _check_beams(
+    model: PreTrainedModel,
     plan: MemoryPlan,
     *,
+    prompt: Sequence[int],
     num_beams: int,
-    num_tokens: int,
+    max_new_tokens: int,
     num_cached: int,
-    num_words: int,
     context_length: int,
 ) -> None:
-    """Refuses a search that the context or the plan has no room for.
-
-    Args:
-        plan: The engine's.
-        num_beams: Width.
-        num_tokens: Of prompt and answer.
-        num_cached: Tokens of the conversation, whose state stays.
-        num_words: Words of the vocabulary.
-        context_length: Tokens that the plan's KV cache is for.
-
-    Raises:
-        ConfigError: The width is below 1 or above 32.
-        ContextLengthError: More tokens than the context holds.
-        BudgetError: With the missing bytes.
-    """
+    """Refuses a search that the context or the plan has no room for."""
     if not 1 <= num_beams <= MAX_BEAMS:
         raise ConfigError.for_field("beams", num_beams, f"Give 1 to {MAX_BEAMS}.")
+    if not prompt or max_new_tokens < 1:
+        raise ConfigError("A search needs a prompt and room for an answer.", hint="Give both.")
+    num_tokens = len(prompt) + max_new_tokens
     if num_tokens > context_length:
         raise ContextLengthError(
             f"Prompt and answer have {num_tokens} tokens, the context holds {context_length}.",
@@ -167,6 +173,6 @@ def check_beams(
         plan,
         num_entries=num_beams * num_tokens + num_cached,
         num_logits=_LOGITS_OF_A_BEAM * num_beams,
-        num_words=num_words,
+        num_words=model.config.get_text_config().vocab_size,
         context_length=context_length,
     )
