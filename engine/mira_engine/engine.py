@@ -35,6 +35,7 @@ from .events import (
 )
 from .library import ModelHome
 from .load_plan import make_load_plan
+from .model.batch_state import can_pad
 from .model.chat import (
     ChatRenderer,
     Detokeniser,
@@ -51,12 +52,15 @@ from .model.sampling import Sampler
 from .policy.driver import CacheSetup, ExpertCacheDriver
 from .policy.eviction import preferred_eviction
 from .policy.speculation import DepthPolicy, RoundObservation
+from .runtime.batch import BatchDecoder
+from .runtime.beam import BeamResult, beam_search
 from .runtime.disk import DiskTransfer
-from .runtime.draft import DraftStage
+from .runtime.draft import DraftStage, DraftWindow
 from .runtime.executor import ExpertExecutor
 from .runtime.native_path import NativePath
 from .runtime.passes import ModelPasses
 from .runtime.probe import bound_kernel_cache, default_num_threads
+from .runtime.requests import BatchEvent, in_turn, make_requests
 from .runtime.slots import DraftArena, SlotArena, SlotBinder, SlotDraft, slot_planes
 from .runtime.telemetry import MemoryProbe, ReplyMeter
 from .runtime.transfer import LinkThrottle
@@ -241,11 +245,8 @@ class Engine:
         """Cached tokens whose state the target made; a draft in progress adds others."""
         self.passes = ModelPasses(self.model, self.executor, self.state, switch)
         self._tell_load_fallbacks()
-        self.draft_stage = DraftStage(
-            self.passes,
-            self.executor,
-            is_prefetch_enabled=config.is_prefetch_enabled,
-        )
+        window = DraftWindow(self.executor, is_prefetch_enabled=config.is_prefetch_enabled)
+        self.draft_stage = DraftStage(self.passes, window)
         self.native_path: NativePath | None = None
         if self._cache_dir is not None:
             self.native_path = NativePath(
@@ -484,7 +485,7 @@ class Engine:
         if drafted:
             meter.num_rounds += 1
             meter.num_accepted += num_accepted
-            self.draft_stage.settle()
+            self.draft_stage.window.settle()
         else:
             self.executor.driver.end_pass()
         self._observe_round(len(drafted), num_accepted, before)
@@ -510,6 +511,84 @@ class Engine:
             self.governor.observe(observation)
         if self.on_round is not None:
             self.on_round(observation)
+
+    # -- several at once -------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingConfig | Sequence[SamplingConfig],
+    ) -> Iterator[BatchEvent]:
+        """Answers up to 32 prompts together, each as `reply` would alone.
+
+        The batch takes the room of the conversation's cache: the next reply reads its chat
+        again. `stats` gives the figures of all requests together. `cancel` ends them all.
+
+        Args:
+            prompts: Token lists.
+            sampling: For all, or one for each.
+
+        Returns:
+            An iterator over each request's tokens as they come, and its result at its end.
+
+        Raises:
+            ConfigError: No prompt, more than 32, or not one sampling for each.
+            ContextLengthError: A prompt does not fit the context.
+            BudgetError: The plan has no memory for so many tokens.
+        """
+        requests = make_requests(prompts, sampling, self.context_length)
+        if not can_pad(self.model.config, max(request.max_tokens for request in requests)):
+            self._tell_once(
+                "batch-in-turn",
+                f"{self.model.config.model_type} models answer one request after another: their "
+                "cache, or their positions at this length, cannot be shared by a batch.",
+            )
+            return in_turn(requests, self.reply)
+        decoder = BatchDecoder(
+            requests,
+            self.model.config,
+            self.plan,
+            context_length=self.context_length,
+            passes=self.passes,
+            executor=self.executor,
+            end_ids=self._end_ids,
+            chunk_tokens=self.config.prefill_chunk_tokens,
+            window=self.draft_stage.window,
+            on_round=self._tell_fallbacks,
+        )
+        self.take_compiled()
+        self.state.reset()
+        self._num_verified = 0
+        self.executor.meter = ReplyMeter()
+        return decoder.run()
+
+    def beam_search(
+        self, prompt: Sequence[int], *, num_beams: int, max_new_tokens: int
+    ) -> BeamResult:
+        """Searches with transformers' own beams; the conversation keeps its state.
+
+        Raises:
+            ConfigError: A width below 1 or above 32.
+            ContextLengthError: Prompt and answer do not fit the context.
+            BudgetError: The plan has no memory for so many beams.
+            CancelledError: `cancel` was called.
+        """
+        self.take_compiled()
+        self.executor.meter = ReplyMeter()
+        try:
+            return beam_search(
+                self.model,
+                self.passes,
+                prompt,
+                self.plan,
+                num_beams=num_beams,
+                max_new_tokens=max_new_tokens,
+                end_ids=self._end_ids,
+                chunk_tokens=self.config.prefill_chunk_tokens,
+                context_length=self.context_length,
+            )
+        finally:
+            self.executor.driver.end_reply()
 
     def _tell_fallbacks(self) -> None:
         if self.config.is_direct_io and not self.transfer.is_direct:

@@ -187,9 +187,11 @@ def test_text_does_not_depend_on_what_the_governor_does(
     assert stats.governor_reason
 
 
-def test_governor_is_given_compiled_depths_only_unless_told(load: Callable[..., Engine]) -> None:
+def test_governor_is_given_all_depths_up_to_the_plans_unless_told(
+    load: Callable[..., Engine],
+) -> None:
     governors = [load().governor, load(depths=(1, 2, 9)).governor]
-    assert [g.candidates for g in governors if g] == [(0, 4), (0, 1, 2, 4)]
+    assert [g.candidates for g in governors if g] == [(0, 1, 2, 3, 4), (0, 1, 2, 4)]
 
 
 def test_seeded_sampling_keeps_k(load: Callable[..., Engine]) -> None:
@@ -216,30 +218,30 @@ def test_cache_that_cannot_be_rolled_back_is_the_reason_for_k_of_0(
 # -- prefetching at work -----------------------------------------------------------------------
 
 
-def test_window_of_k_has_a_batch_after_every_token_but_the_last(
+def test_window_of_k_has_a_batch_after_every_token(
     load: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = load(num_draft_tokens=6)
-    stage = engine.draft_stage
+    planner = engine.executor.driver.planner
     boundaries: list[int] = []
-    plan = stage.planner.plan
+    plan = planner.plan
 
     def planned(snapshot, residency, *, num_drafted):
         boundaries.append(num_drafted)
         return plan(snapshot, residency, num_drafted=num_drafted)
 
-    monkeypatch.setattr(stage.planner, "plan", planned)
-    monkeypatch.setattr(stage.planner, "observe_transfer", lambda num_bytes, seconds: None)
+    monkeypatch.setattr(planner, "plan", planned)
+    monkeypatch.setattr(planner, "observe_transfer", lambda num_bytes, seconds: None)
     reply(engine, 20)
-    full = boundaries[: boundaries.index(5) + 1]
-    assert full == [1, 2, 3, 4, 5], "a link of unknown speed is taken for a fast one"
-    assert engine.lookahead.is_empty
+    full = boundaries[: boundaries.index(6) + 1]
+    assert full == [1, 2, 3, 4, 5, 6], "a link of unknown speed is taken for a fast one"
+    assert engine.executor.driver.lookahead.is_empty
 
 
 def test_prefetches_are_used_and_their_link_time_is_measured(load: Callable[..., Engine]) -> None:
     engine = load(num_draft_tokens=4, budget=TIGHT)
     reply(engine, 40)
-    traffic, planner = engine.executor.meter.decode, engine.draft_stage.planner
+    traffic, planner = engine.executor.meter.decode, engine.executor.driver.planner
     assert 0 < traffic.num_prefetch_used <= traffic.num_prefetched
     assert planner.record_s is not None
     assert planner.draft_token_s is not None
@@ -256,7 +258,7 @@ def test_prefetching_that_does_not_pay_is_said_once(load: Callable[..., Engine])
     engine = load(notices=notices, num_draft_tokens=4, budget=TIGHT)
     useless = payoff.PrefetchRound(num_prefetched=10, num_used=0, saved_s=0.0, spent_s=1.0)
     for _ in range(20):
-        engine.draft_stage.payoff.observe(useless)
+        engine.executor.driver.payoff.observe(useless)
     reply(engine, 20)
     (notice,) = [n for n in notices if n.code == "prefetch-off"]
     assert "0% of the records" in notice.text

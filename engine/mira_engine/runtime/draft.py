@@ -22,27 +22,90 @@ from .passes import ModelPasses
 from .telemetry import TrafficCounters
 
 
-class DraftStage:
-    """Proposes tokens for verification.
+class DraftWindow:
+    """One draft window after another, as the driver sees them.
 
     Args:
-        passes: Forward passes.
-        executor: Its driver plans the batches.
+        executor: Its driver plans the batches, it submits them.
         is_prefetch_enabled: Whether to fetch what the draft's routing names.
     """
 
-    def __init__(
-        self, passes: ModelPasses, executor: ExpertExecutor, *, is_prefetch_enabled: bool
-    ) -> None:
-        self._passes = passes
+    def __init__(self, executor: ExpertExecutor, *, is_prefetch_enabled: bool) -> None:
         self._executor = executor
         self._driver = executor.driver
         self._is_prefetch_enabled = is_prefetch_enabled
+        self._boundary: int | None = None
+        self._started = 0.0
         self._planning_s = 0.0
         self._seen: tuple[TrafficCounters, int, float] | None = None
         """Counters, and their bytes and seconds that the driver knows already."""
         self._before = (0, 0)
         """Records prefetched, and of those used, before this round."""
+
+    def begin(self, num_passes: int) -> None:
+        """A window of so many draft passes begins."""
+        self._started = time.perf_counter()
+        self._planning_s = 0.0
+        traffic = self._executor.meter.decode
+        self._before = traffic.num_prefetched, traffic.num_prefetch_used
+        if self._seen is None or self._seen[0] is not traffic:  # Another reply's.
+            self._seen = traffic, 0, 0.0
+        _, num_bytes, transfer_s = self._seen
+        self._seen = traffic, traffic.num_bytes, traffic.transfer_s
+        actions = self._driver.begin_draft(
+            num_passes,
+            self._is_prefetch_enabled,
+            traffic.num_bytes - num_bytes,
+            traffic.transfer_s - transfer_s,
+        )
+        self._boundary = _boundary(0, actions)
+
+    def advance(self, num_passes: int) -> None:
+        """So many passes are done; at a boundary, a batch is planned and submitted."""
+        if num_passes != self._boundary:
+            return
+        started = time.perf_counter()
+        executor = self._executor
+        executor.collect(executor.transfer.poll())
+        actions = self._driver.reach_boundary(num_passes, self._driver.lookahead.snapshot())
+        executor.obey(actions)
+        self._planning_s += time.perf_counter() - started
+        self._boundary = _boundary(num_passes, actions)
+
+    def end(self, num_passes: int, num_drafted: int) -> None:
+        """The window has ended, after so many passes, with so many tokens."""
+        elapsed = time.perf_counter() - self._started
+        self._executor.meter.draft_s += elapsed
+        self._executor.meter.num_drafted += num_drafted
+        self._driver.end_draft(num_passes, elapsed - self._planning_s)
+
+    def settle(self) -> None:
+        """Tells what this round's batches were good for. Called once it is verified."""
+        traffic = self._executor.meter.decode
+        num_prefetched, num_used = self._before
+        self._driver.end_pass(
+            traffic.num_prefetched - num_prefetched,
+            traffic.num_prefetch_used - num_used,
+            self._planning_s,
+        )
+
+
+def _boundary(num_passes: int, actions: Sequence[Action]) -> int | None:
+    chunks = [action.num_tokens for action in actions if isinstance(action, DraftOn)]
+    return num_passes + chunks[0] if chunks else None
+
+
+class DraftStage:
+    """Proposes tokens for verification.
+
+    Args:
+        passes: Forward passes.
+        window: Told of every pass.
+    """
+
+    def __init__(self, passes: ModelPasses, window: DraftWindow) -> None:
+        self._passes = passes
+        self.window = window
 
     def run(
         self,
@@ -62,66 +125,17 @@ class DraftStage:
         Returns:
             The drafted tokens. The cache is as it was before.
         """
-        started = time.perf_counter()
         drafted: list[DraftToken] = []
         sequence = list(history)
-        boundary = self._begin(num_tokens)
-        num_passes = 0
+        self.window.begin(num_tokens)
         while len(drafted) < num_tokens:
             logits = self._passes.forward([sequence[-1]], Phase.DRAFT)
-            num_passes += 1
             token = sampler.draw(sequence, logits[0])
             drafted.append(token)
             sequence.append(token.token)
-            if len(drafted) == boundary:
-                boundary = self._reach_boundary(len(drafted))
+            self.window.advance(len(drafted))
             if token.token in end_ids:
                 break
-        self._passes.state.rollback(num_passes)
-        elapsed = time.perf_counter() - started
-        self._executor.meter.draft_s += elapsed
-        self._executor.meter.num_drafted += len(drafted)
-        self._driver.end_draft(len(drafted), elapsed - self._planning_s)
+        self._passes.state.rollback(len(drafted))
+        self.window.end(len(drafted), len(drafted))
         return drafted
-
-    def settle(self) -> None:
-        """Tells what this round's batches were good for. Called once it is verified."""
-        traffic = self._executor.meter.decode
-        num_prefetched, num_used = self._before
-        self._driver.end_pass(
-            traffic.num_prefetched - num_prefetched,
-            traffic.num_prefetch_used - num_used,
-            self._planning_s,
-        )
-
-    def _begin(self, num_tokens: int) -> int | None:
-        """Begins a window. Returns its first boundary, `None` where there is none."""
-        traffic = self._executor.meter.decode
-        self._before = traffic.num_prefetched, traffic.num_prefetch_used
-        self._planning_s = 0.0
-        if self._seen is None or self._seen[0] is not traffic:  # Another reply's.
-            self._seen = traffic, 0, 0.0
-        _, num_bytes, transfer_s = self._seen
-        self._seen = traffic, traffic.num_bytes, traffic.transfer_s
-        actions = self._driver.begin_draft(
-            num_tokens,
-            self._is_prefetch_enabled,
-            traffic.num_bytes - num_bytes,
-            traffic.transfer_s - transfer_s,
-        )
-        return _boundary(0, actions)
-
-    def _reach_boundary(self, num_drafted: int) -> int | None:
-        """Plans and submits a batch. Returns the next boundary, `None` where there is none."""
-        started = time.perf_counter()
-        executor = self._executor
-        executor.collect(executor.transfer.poll())
-        actions = self._driver.reach_boundary(num_drafted, self._driver.lookahead.snapshot())
-        executor.obey(actions)
-        self._planning_s += time.perf_counter() - started
-        return _boundary(num_drafted, actions)
-
-
-def _boundary(num_drafted: int, actions: Sequence[Action]) -> int | None:
-    chunks = [action.num_tokens for action in actions if isinstance(action, DraftOn)]
-    return num_drafted + chunks[0] if chunks else None

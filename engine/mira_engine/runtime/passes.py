@@ -16,6 +16,8 @@ from transformers import PreTrainedModel
 
 from ..checkpoint.experts import expert_modules_of
 from ..model.attention import cached_attention
+from ..model.batch_state import BatchState, attending_padded
+from ..model.experts import only_rows
 from ..model.kv import StateManager
 from ..model.linear import DenseSwitch
 from ..model.operators import StepBinding
@@ -67,9 +69,8 @@ class ModelPasses:
         Returns:
             `[num_logits, V]`: logits of the last positions, in the model's dtype.
         """
-        self._executor.phase = phase
+        self.enter(phase)
         is_draft = phase is Phase.DRAFT
-        self._switch.is_drafting = is_draft
         meter = self._executor.meter
         step = self._step_for(len(tokens), is_draft)
         if step is not None:
@@ -122,6 +123,46 @@ class ModelPasses:
         if surplus:
             self.state.cache.crop(-surplus)
         return logits[:count]
+
+    @torch.inference_mode()
+    def forward_batch(
+        self,
+        state: BatchState,
+        tokens: Sequence[Sequence[int]],
+        phase: Phase,
+        *,
+        logits_at: Sequence[int],
+    ) -> torch.Tensor:
+        """Runs each row's tokens after what the batch has cached, always module by module.
+
+        Args:
+            state: The batch's own cache; `self.state` is not touched.
+            tokens: Of each row, T at most; a row that waits has none.
+            phase: As for `forward`.
+            logits_at: Columns of the pass whose logits are wanted.
+
+        Returns:
+            `[B, len(logits_at), V]`, in the model's dtype.
+        """
+        self.enter(phase)
+        self._executor.meter.num_eager_passes += 1
+        inputs = state.extend(tokens)
+        with attending_padded(self._model), only_rows(self._modules, inputs.real):
+            logits = self._model(
+                input_ids=inputs.ids,
+                attention_mask=inputs.mask,
+                position_ids=inputs.positions,
+                cache=state.cache,
+                use_cache=True,
+                logits_to_keep=torch.tensor(logits_at),
+            ).logits
+        missing = self._num_words - logits.shape[-1]
+        return functional.pad(logits, (0, missing), value=float("-inf")) if missing > 0 else logits
+
+    def enter(self, phase: Phase) -> None:
+        """Sets what experts and dense layers do in passes that somebody else runs."""
+        self._executor.phase = phase
+        self._switch.is_drafting = phase is Phase.DRAFT
 
     def _run_experts(
         self,
