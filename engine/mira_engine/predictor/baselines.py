@@ -18,7 +18,7 @@ import torch
 from .features import LayerFeatures, selection_counts
 
 _PRIOR_TOKENS = 8.0
-"""Weight, in tokens, of popularity in each row of a count table: rows with few tokens lean on it."""
+"""Weight, in tokens, of popularity in each row of a count table."""
 
 
 class PredictorKind(enum.StrEnum):
@@ -117,7 +117,9 @@ class CountTable:
         self.shares = shares
 
     @classmethod
-    def fit(cls, source_ids: torch.Tensor, target_ids: torch.Tensor, num_experts: int) -> CountTable:
+    def fit(
+        cls, source_ids: torch.Tensor, target_ids: torch.Tensor, num_experts: int
+    ) -> CountTable:
         """Counts which experts follow which: `[N, k]` ids of both layers."""
         source = selection_counts(source_ids, num_experts)
         target = selection_counts(target_ids, num_experts)

@@ -128,7 +128,9 @@ def layer_samples(
     """
     ids, target_ids = trace.ids[:, layer], trace.ids[:, layer + offset]
     own, target = (
-        (routers[layer], routers[layer + offset]) if hidden is not None and routers else (None, None)
+        (routers[layer], routers[layer + offset])
+        if hidden is not None and routers
+        else (None, None)
     )
     if own is not None and not _is_reproduced(own, hidden, ids):
         own = None
@@ -219,7 +221,9 @@ def train_head(
     generator = torch.Generator().manual_seed(settings.seed)
     best, best_loss, num_worse = copy.deepcopy(head.state_dict()), float("inf"), 0
     for _ in range(settings.max_epochs):
-        for batch in rows[torch.randperm(len(rows), generator=generator)].split(settings.batch_size):
+        for batch in rows[torch.randperm(len(rows), generator=generator)].split(
+            settings.batch_size
+        ):
             optimiser.zero_grad()
             functional.cross_entropy(head(samples.features.select(batch)), shares[batch]).backward()
             optimiser.step()
