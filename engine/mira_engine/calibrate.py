@@ -54,13 +54,8 @@ STEP = "predictors"
 _ROUTERS_FILE = "routers.safetensors"
 _RECIPE_FILE = "recipe.json"
 _RECORDED_FILE = "recorded.json"
-_SPARE_SHARE = 0.75
-"""Budget where not all experts fit."""
-
-
-def predictors_dir(home: ModelHome) -> Path:
-    """Returns the folder of a model's predictors."""
-    return home.root / "predictors"
+_BUDGET_SHARES = (1.0, 0.75, 0.5, 0.25, 0.1)
+"""Budgets to try: all experts if they fit, else what does."""
 
 
 def read_prompts(path: Path) -> tuple[str, ...]:
@@ -137,18 +132,18 @@ def calibrate(
     texts = [p.text for p in calibration_prompts()] if prompts is None else list(prompts)
     recipe = _recipe(revision, texts, recording, training)
     with locked(home):
-        bank = PredictorBank.load(predictors_dir(home), revision)
+        bank = PredictorBank.load(home.predictors_dir, revision)
         if bank is not None and (prompts is None or bank.facts.recipe == recipe):
             return bank
         progress = Progress(on_progress=on_progress, is_cancelled=is_cancelled)
-        work = predictors_dir(home) / "work"
+        work = home.predictors_dir / "work"
         recorded = RoutingRecording(home, precision, work, progress)
         recorded.open(recipe)
         if not recorded.is_finished:
             recorded.record(texts, recording, on_notice)
         facts = BankFacts(revision=revision, recipe=recipe, offset=OFFSET, **recorded.shape())
         bank = _train(recorded, work, facts, training, progress)
-        bank.save(predictors_dir(home))
+        bank.save(home.predictors_dir)
         recorded.clear()
     return bank
 
@@ -234,7 +229,7 @@ class RoutingRecording:
         if not has_tokenizer(folder):
             raise GenerationError("The model has no tokenizer.", hint="Download it whole.")
 
-        def load(share: float) -> Engine:
+        for share in _BUDGET_SHARES:
             config = EngineConfig(
                 precision=self._precision,
                 budget=MemoryAmount(share=share),
@@ -242,17 +237,17 @@ class RoutingRecording:
                 prefill_chunk_tokens=settings.max_batch_tokens,
                 compile_mode=CompileMode.OFF,
             )
-            return Engine.load(
-                self._home,
-                config,
-                on_notice=on_notice,
-                is_cancelled=self._progress.is_cancelled,
-            )
-
-        try:
-            return load(1.0)
-        except BudgetError:
-            return load(_SPARE_SHARE)
+            try:
+                return Engine.load(
+                    self._home,
+                    config,
+                    on_notice=on_notice,
+                    is_cancelled=self._progress.is_cancelled,
+                )
+            except BudgetError:
+                if share == _BUDGET_SHARES[-1]:
+                    raise
+        raise AssertionError("unreachable: the last budget loads or raises")
 
     def _record_batches(
         self, engine: Engine, prompts: Sequence[Sequence[int]], settings: RecordingSettings

@@ -32,6 +32,9 @@ PLAN = events.MemoryPlan(
 
 MESSAGES = [
     events.PrepareModel(request_id="r", model="builtin", precision=Precision.INT8),
+    events.PrepareModel(
+        request_id="r", model="builtin", is_predicting=True, calibration="/a/b c.txt"
+    ),
     events.LoadModel(
         request_id="r",
         model="/a/b c",

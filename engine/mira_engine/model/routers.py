@@ -41,7 +41,7 @@ def find_routers(model: PreTrainedModel) -> tuple[RouterWeights | None, ...]:
 
 def _router_in(block: nn.Module, experts: nn.Module) -> RouterWeights | None:
     num_experts = int(experts.num_experts)
-    width = block_width(experts)
+    width = _input_width(experts)
     for name, module in block.named_modules():
         is_named = "gate" in name.split(".")[0] or "router" in name.split(".")[0]
         weight = getattr(module, "weight", None)
@@ -59,7 +59,7 @@ def _router_in(block: nn.Module, experts: nn.Module) -> RouterWeights | None:
     return None
 
 
-def block_width(experts: nn.Module) -> int | None:
+def _input_width(experts: nn.Module) -> int | None:
     """Returns the width of the experts' input where the module says it."""
     for name in ("hidden_dim", "hidden_size"):
         value = getattr(experts, name, None)

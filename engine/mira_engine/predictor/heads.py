@@ -48,13 +48,14 @@ class ActHead(nn.Module):
         self.register_buffer("mean", mean)
         self.register_buffer("scale", scale)
         self.register_buffer("start", zeros if start is None else start.weight)
+        self.start_scale = nn.Parameter(torch.ones(()))
         self.delta = nn.Parameter(torch.zeros(num_experts, width))
         self.router_weight = nn.Parameter(torch.zeros(num_experts, num_experts))
         self.bias = nn.Parameter(torch.zeros(num_experts) if start is None else start.bias.clone())
 
     def forward(self, hidden: torch.Tensor, router_logits: torch.Tensor | None) -> torch.Tensor:
         """Returns `[N, E]` logits."""
-        logits = hidden @ self.start.T + self.bias
+        logits = self.start_scale * (hidden @ self.start.T) + self.bias
         logits = logits + ((hidden - self.mean) / self.scale) @ self.delta.T
         if router_logits is not None:
             logits = logits + router_logits @ self.router_weight.T
@@ -71,6 +72,7 @@ class HistHead(nn.Module):
         self.outer = nn.Linear(width, num_experts, bias=False)
         nn.init.zeros_(self.direct.weight)
         nn.init.zeros_(self.direct.bias)
+        nn.init.zeros_(self.outer.weight)
 
     def forward(self, histogram: torch.Tensor, busiest: torch.Tensor) -> torch.Tensor:
         """Returns `[N, E]` logits."""
@@ -141,7 +143,7 @@ class MixtureHead(nn.Module):
             selected = torch.cat((selected, self.gate_selected[None]))
             offset = torch.cat((offset, offset.new_zeros(1)))
             scaled = torch.cat((self.act.delta, self.gate_hidden[None])) / self.act.scale
-            matrix = scaled + torch.nn.functional.pad(self.act.start, (0, 0, 0, 1))
+            matrix = scaled + nn.functional.pad(self.act.start_scale * self.act.start, (0, 0, 0, 1))
             bias = torch.cat((self.act.bias, self.gate_bias[None])) - scaled @ self.act.mean
             if router is not None:
                 by_logit = torch.cat((self.act.router_weight, self.gate_router[None]))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -40,7 +41,9 @@ class TrainingSettings:
         patience: Epochs without a better validation loss before training stops.
         batch_size: Tokens a step.
         learning_rate: Of AdamW, falling to nothing along a cosine.
-        weight_decay: Pulls weights to zero, and so the activation branch to the router.
+        weight_decay: Of the history branch and what reads router logits.
+        wide_weight_decay: Of what reads hidden states: pulls the activation branch to the
+            router that it began as.
         validation_share: Share of the prompts that is set aside.
     """
 
@@ -50,6 +53,7 @@ class TrainingSettings:
     batch_size: int = 128
     learning_rate: float = 2e-3
     weight_decay: float = 0.1
+    wide_weight_decay: float = 10.0
     validation_share: float = 0.15
 
 
@@ -127,19 +131,12 @@ def layer_samples(
         offset: How many layers ahead.
     """
     ids, target_ids = trace.ids[:, layer], trace.ids[:, layer + offset]
-    own, target = (
-        (routers[layer], routers[layer + offset])
-        if hidden is not None and routers
-        else (None, None)
-    )
+    own = target = None
+    if hidden is not None and routers:
+        own, target = routers[layer], routers[layer + offset]
+    forms = _router_forms(target, own)
     if own is not None and not _is_reproduced(own, hidden, ids):
         own = None
-    forms: list[RouterWeights] = []
-    if target is not None:
-        forms.append(target)
-        folded = target.seen_from(routers[layer]) if routers[layer] is not None else None
-        if folded is not None:
-            forms.append(folded)
     is_aside = validation_prompts(trace.sequence, settings)
     # Decoding is what is predicted later, so replies decide, where there are any.
     is_deciding = is_aside & trace.is_reply
@@ -153,8 +150,18 @@ def layer_samples(
         is_ignored=is_aside & ~is_deciding,
         num_experts=num_experts,
         own_router=own,
-        target_routers=tuple(forms),
+        target_routers=forms,
     )
+
+
+def _router_forms(
+    target: RouterWeights | None, source: RouterWeights | None
+) -> tuple[RouterWeights, ...]:
+    """Returns the target's router as it is, and as seen through the source's norm."""
+    if target is None:
+        return ()
+    folded = target.seen_from(source) if source is not None else None
+    return (target,) if folded is None else (target, folded)
 
 
 def _is_reproduced(router: RouterWeights, hidden: torch.Tensor | None, ids: torch.Tensor) -> bool:
@@ -214,9 +221,7 @@ def train_head(
     held_out = samples.features.select(samples.is_validation)
     held_out_shares = shares[samples.is_validation]
     steps = settings.max_epochs * -(-len(rows) // settings.batch_size)
-    optimiser = torch.optim.AdamW(
-        head.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay
-    )
+    optimiser = torch.optim.AdamW(_parameter_groups(head, settings), lr=settings.learning_rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, T_max=max(1, steps))
     generator = torch.Generator().manual_seed(settings.seed)
     best, best_loss, num_worse = copy.deepcopy(head.state_dict()), float("inf"), 0
@@ -239,6 +244,23 @@ def train_head(
                 break
     head.load_state_dict(best)
     return head.fold(samples.own_router)
+
+
+def _parameter_groups(head: MixtureHead, settings: TrainingSettings) -> list[dict[str, Any]]:
+    """Weights by their decay. Those with one per channel could learn the samples by heart."""
+    wide, narrow, free = [], [], []
+    for name, parameter in head.named_parameters():
+        if name in ("act.delta", "gate_hidden"):
+            wide.append(parameter)
+        elif parameter.ndim < 2:
+            free.append(parameter)
+        else:
+            narrow.append(parameter)
+    return [
+        {"params": wide, "weight_decay": settings.wide_weight_decay},
+        {"params": narrow, "weight_decay": settings.weight_decay},
+        {"params": free, "weight_decay": 0.0},
+    ]
 
 
 def _new_head(samples: LayerSamples) -> MixtureHead:
