@@ -163,7 +163,8 @@ def _read_choices(path: Path, layers: Mapping[str, Mapping[str, object]]) -> dic
     with safe_open(path, framework="pt") as file:
         for key in file.keys():  # noqa: SIM118 - the file is no mapping
             layer, _, name = key.partition(".")
-            tensors[int(layer)][name] = file.get_tensor(key)
+            # A copy: aligned, so that results are the same as before it was saved, to the bit.
+            tensors[int(layer)][name] = file.get_tensor(key).clone()
     return {
         int(layer): LayerChoice(
             predictor=predictor_from(PredictorKind(entry["kind"]), tensors[int(layer)]),
