@@ -95,6 +95,17 @@ def test_calibrate_twice_from_nothing_gives_the_same_files(home):
     assert hashes[0] == hashes[1]
 
 
+@pytest.fixture
+def trained(monkeypatch):
+    """Counts how many layers are trained."""
+    done = []
+    train = calibrate_module.train_layer
+    monkeypatch.setattr(
+        calibrate_module, "train_layer", lambda *args, **kw: done.append(1) or train(*args, **kw)
+    )
+    return done
+
+
 def details_until(stop_at):
     """A progress and a cancel flag that is raised where a detail begins with `stop_at`."""
     seen = []
@@ -106,7 +117,7 @@ def details_until(stop_at):
 
 
 @pytest.mark.parametrize("stop_at", ["recording, batch 2", "training, layer 2"])
-def test_cancelled_calibration_goes_on_where_it_stopped(home, engines, stop_at):
+def test_cancelled_calibration_goes_on_where_it_stopped(home, engines, trained, stop_at):
     _, tell, is_cancelled = details_until(stop_at)
     with pytest.raises(CancelledError):
         make(home, on_progress=tell, is_cancelled=is_cancelled)
@@ -120,6 +131,7 @@ def test_cancelled_calibration_goes_on_where_it_stopped(home, engines, stop_at):
     make(home, on_progress=tell)
     assert not any(detail.startswith("recording, batch 1") for detail in seen)
     assert len(engines) == (2 if stop_at.startswith("recording") else 1)
+    assert len(trained) == 2
     assert not work.exists()
 
 
