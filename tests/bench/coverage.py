@@ -14,7 +14,7 @@ that. Every routed token has mass 1; the JSON has gate weights as mass as well.
 Left out: what coverage is worth in time. Recordings are kept in the data folder's
 `bench-coverage`; `--again` makes them anew.
 
-Run: python tests/bench/coverage.py [--again] [--data DIR]. The last line is one JSON document.
+Run: python tests/bench/coverage.py [--again] [--data-dir DIR]. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -259,11 +259,11 @@ def main() -> None:
     """Runs both parts."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--again", action="store_true", help="record again")
-    parser.add_argument("--data", type=Path, default=None, help="data folder")
+    parser.add_argument("--data-dir", type=Path, default=None, help="data folder")
     parser.add_argument("--only", choices=("builtin", "traces"), default=None)
     arguments = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    root = arguments.data or data_dir()
+    root = arguments.data_dir or data_dir()
     report: dict[str, object] = {}
     parts: list[tuple[str, Callable[[], None]]] = []
     shared = Path(os.environ.get("MIRA_SHARED", _SHARED)) / "traces"
