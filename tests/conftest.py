@@ -127,7 +127,7 @@ def builtin_data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     kept = os.environ.get("MIRA_TEST_DATA_DIR")
     folder = Path(kept) if kept else tmp_path_factory.mktemp("builtin-data")
     subprocess.run(
-        [sys.executable, "-m", "mira_app.cli", "prepare", "builtin", "--plain"],
+        [sys.executable, "-m", "mira_app.cli", "prepare", "builtin", "--no-predictors", "--plain"],
         env=os.environ | {"MIRA_CHAT_DATA_DIR": str(folder)},
         check=True,
     )

@@ -172,17 +172,24 @@ class Answerer:
         self._err = err
         self._make_progress = make_progress
 
-    def prepare(self) -> None:
-        """Makes the model ready, unless it is."""
+    def prepare(self, *, is_predicting: bool = False, calibration: str | None = None) -> None:
+        """Makes the model ready, unless it is.
+
+        Args:
+            is_predicting: Whether predictors are made too, unless they are there.
+            calibration: Text file with the prompts to make them from.
+        """
         settings = self._settings
         entry = self._catalog.find(settings.model, settings.engine.precision)
-        if entry.is_ready:
+        if entry.is_ready and not is_predicting:
             return
         call = self._client.submit(
             PrepareModel(
                 request_id=self._client.new_request_id(),
                 model=entry.model,
                 precision=settings.engine.precision,
+                is_predicting=is_predicting,
+                calibration=calibration,
             )
         )
         display = self._make_progress(self._err)

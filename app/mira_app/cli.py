@@ -138,6 +138,19 @@ DraftExperts = Annotated[
     ),
 ]
 NoPrefetch = Annotated[bool, typer.Option("--no-prefetch", help="Load experts on demand only.")]
+NoPredictors = Annotated[
+    bool,
+    typer.Option("--no-predictors", help="Train none; the model chats without them."),
+]
+Calibration = Annotated[
+    Path | None,
+    typer.Option(
+        "--calibration",
+        metavar="FILE",
+        help="Train predictors on the prompts of a text file, blank lines between them.",
+        show_default=False,
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 Plain = Annotated[bool, typer.Option("--plain", help="Plain lines: no bars, no colours.")]
 
@@ -248,13 +261,22 @@ def run(
 def prepare(
     model: Annotated[str, typer.Argument(help="`builtin`, or the folder of a checkpoint.")],
     precision: Target = None,
+    no_predictors: NoPredictors = False,
+    calibration: Calibration = None,
     is_plain: Plain = False,
 ) -> None:
-    """Makes a model ready: fetches, checks, converts. Goes on where it was interrupted."""
+    """Makes a model ready: fetches, checks, converts, trains predictors. Goes on where it was
+    interrupted.
+    """
+    if no_predictors and calibration is not None:
+        raise typer.BadParameter("--calibration makes predictors, --no-predictors makes none")
     with reporting_errors():
         settings = _settings({"model": model, "precision": precision})
         with make_client() as client:
-            _answerer(client, settings, is_plain=is_plain).prepare()
+            _answerer(client, settings, is_plain=is_plain).prepare(
+                is_predicting=not no_predictors,
+                calibration=None if calibration is None else str(calibration.absolute()),
+            )
         typer.echo(f"{model} is ready in {settings.engine.precision}.", err=True)
 
 

@@ -241,11 +241,19 @@ class KProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrepareModel:
-    """Make a model ready to load: fetch, check, convert. Resumes what was begun."""
+    """Make a model ready to load: fetch, check, convert. Resumes what was begun.
+
+    Attributes:
+        is_predicting: Whether predictors are made too; a model chats without them.
+        calibration: Text file with the prompts to make them from, `None` for those that
+            ship with the program.
+    """
 
     request_id: str
     model: str
     precision: Precision = Precision.NESTED
+    is_predicting: bool = False
+    calibration: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,6 +57,11 @@ class ModelHome:
         """Files that preparation fetched and has not used up yet."""
         return self.root / "download"
 
+    @property
+    def predictors_dir(self) -> Path:
+        """What predicts the experts of later layers; not needed to load the model."""
+        return self.root / "predictors"
+
     def store_dir(self, precision: Precision) -> Path:
         """Returns the folder of the expert store in that precision."""
         return self.root / "stores" / precision.value

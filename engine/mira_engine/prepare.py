@@ -84,7 +84,7 @@ def prepare(
     """
     progress = Progress(on_progress=on_progress, is_cancelled=is_cancelled)
     if home.is_builtin:
-        with _locked(home):
+        with locked(home):
             _make_builtin(home, precision, progress)
             _convert(home, CheckpointExperts(home.checkpoint_dir), precision, progress)
         return
@@ -93,7 +93,7 @@ def prepare(
     checkpoint = CheckpointExperts(home.checkpoint_dir)
     for needed in home.needed_precisions(precision):
         make_format(needed, checkpoint.shape)  # Refuses before anything is written.
-    with _locked(home):
+    with locked(home):
         _convert(home, checkpoint, precision, progress)
 
 
@@ -162,7 +162,12 @@ def _bytes_in(folder: Path) -> int:
 
 
 @contextlib.contextmanager
-def _locked(home: ModelHome) -> Iterator[None]:
+def locked(home: ModelHome) -> Iterator[None]:
+    """Keeps other processes from working on the same model meanwhile.
+
+    Raises:
+        PrepareError: One does already.
+    """
     with disk_errors(home.root):
         home.root.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(home.root / ".lock", timeout=0)

@@ -33,6 +33,7 @@ from .events import (
     Heartbeat,
     LoadModel,
     ModelLoaded,
+    Notice,
     PlanModel,
     PrepareDone,
     PrepareModel,
@@ -44,9 +45,12 @@ from .events import (
     RequestFailed,
     Shutdown,
 )
-from .library import ModelLibrary
+from .library import ModelHome, ModelLibrary
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .checkpoint.progress import OnProgress
     from .engine import Engine
 
 _HEARTBEAT_S = 1.0
@@ -179,9 +183,11 @@ class Worker:
         self._writer.send(RequestFailed(request_id=request_id, **error.to_fields()))
 
     def _prepare(self, job: PrepareModel) -> None:
+        from .calibrate import read_prompts
         from .prepare import preflight, prepare
 
         home = self._library.resolve(job.model)
+        prompts = read_prompts(Path(job.calibration)) if job.calibration else None
         preflight(home)
         last_sent = 0.0
         last_step = ""
@@ -209,9 +215,35 @@ class Worker:
             on_progress=on_progress,
             is_cancelled=lambda: self._is_cancelled(job.request_id),
         )
+        if job.is_predicting:
+            self._calibrate(job, home, prompts, on_progress)
         self._writer.send(
             PrepareDone(request_id=job.request_id, model=job.model, precision=job.precision)
         )
+
+    def _calibrate(
+        self,
+        job: PrepareModel,
+        home: ModelHome,
+        prompts: Sequence[str] | None,
+        on_progress: OnProgress,
+    ) -> None:
+        """Makes the predictors. What hinders that is told, and hinders no chat."""
+        from .calibrate import calibrate
+
+        try:
+            calibrate(
+                home,
+                job.precision,
+                prompts=prompts,
+                on_progress=on_progress,
+                is_cancelled=lambda: self._is_cancelled(job.request_id),
+            )
+        except CancelledError:
+            raise
+        except MiraError as error:
+            text = f"No predictors were made: {error} The model chats without them."
+            self._writer.send(Notice(code="no-predictors", text=text))
 
     def _load(self, job: LoadModel) -> None:
         from .engine import Engine

@@ -159,6 +159,7 @@ def test_run_reads_prompt_from_standard_input(mira, args):
         (("run", "x"), "die-at-start", 1, "boom: no such library"),
         (("run", "x"), "wrong-version", 1, "protocol 999"),
         (("prepare", "nope"), "", 1, "no model 'nope'"),
+        (("prepare", "builtin", "--no-predictors", "--calibration", "f"), "", 2, "makes none"),
     ],
 )
 def test_failures_have_message_and_exit_code_and_no_traceback(mira, args, modes, code, said):

@@ -77,6 +77,9 @@ MESSAGES = [
         ),
     ),
     events.PrepareModel(request_id="r", model="builtin", precision=Precision.INT8),
+    events.PrepareModel(
+        request_id="r", model="builtin", is_predicting=True, calibration="/a/b c.txt"
+    ),
     events.LoadModel(
         request_id="r",
         model="/a/b c",
