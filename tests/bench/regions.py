@@ -9,8 +9,9 @@ top 6), token by token in order, sequences one after another, a token's experts 
 order; a miss is admitted at once. Room for 8, 16 or 32 of 64 experts a layer, either in
 each layer (`layer`) or in one pool over all (`pool`). Hit rates count choices. `moved` is
 records a token: misses and the rebalancer's fetches. One parameter is varied at a time
-around the defaults, in one pool with room for `--varied` experts a layer. `cross` is the second trace after the first, in one go; its rate is
-that of the second trace alone.
+around the defaults, in one pool with room for `--varied` experts a layer and STAGE in the
+order `--order`. `cross` is the
+second trace after the first, in one go; its rate is that of the second trace alone.
 
 Left out: time, prefetching, drafting (a token is one pass), prefill. Text is teacher-forced.
 
@@ -152,14 +153,14 @@ def _table(rule: Rule, num_slots: int) -> ResidencyTable:
     return ResidencyTable(num_slots, eviction, num_hot_slots=num_hot, mode=rule.mode)
 
 
-def rules() -> Iterator[tuple[str, Rule]]:
-    """Yields every rule with its name in the table."""
+def rules(order: Eviction) -> Iterator[tuple[str, Rule]]:
+    """Yields every rule with its name in the table; `order` is STAGE's where others vary."""
     for eviction in Eviction:
         yield eviction.value, Rule(eviction=eviction)
     for eviction in Eviction:
         rule = Rule(eviction=eviction, hot_share=DEFAULT_HOT_SHARE)
         yield f"HOT + STAGE by {eviction.value}", rule
-    base = Rule(eviction=Eviction.LFRU, hot_share=DEFAULT_HOT_SHARE)
+    base = Rule(eviction=order, hot_share=DEFAULT_HOT_SHARE)
     varied: list[tuple[str, Sequence[object]]] = [
         ("hot_share", (0.25, 0.75, 0.9)),
         ("interval_tokens", (64, 128, 512, 1024, 2048)),
@@ -193,7 +194,7 @@ def check_baseline(traces: dict[str, Trace]) -> None:
 
 
 def measure(
-    traces: dict[str, Trace], varied: Sequence[int], say: Callable[[str], None]
+    traces: dict[str, Trace], varied: Sequence[int], order: Eviction, say: Callable[[str], None]
 ) -> list[dict[str, object]]:
     """Runs every rule at every room on every trace; returns a row for each."""
     rows: list[dict[str, object]] = []
@@ -201,7 +202,7 @@ def measure(
         for room in ROOMS:
             say(f"\n{'pool' if is_pool else 'layer'}, room for {room} of 64 a layer")
             say(f"{'rule':34} {'law':>6} {'moved':>6} {'summ.':>6} {'moved':>6} {'cross':>6}")
-            for label, rule in rules():
+            for label, rule in rules(order):
                 if label.startswith("  ") and not (is_pool and room in varied):
                     continue
                 figures: dict[str, float] = {}
@@ -228,6 +229,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=0, help="of each trace; 0 for all")
     parser.add_argument("--layers", type=int, default=0, help="of the model; 0 for all")
     parser.add_argument("--varied", type=int, nargs="*", default=[16], choices=ROOMS)
+    parser.add_argument("--order", type=Eviction, default=Eviction.LRU, choices=list(Eviction))
     options = parser.parse_args()
     if not all((options.traces / f"{name}.npz").is_file() for name in NAMES):
         print(f"skipped: no traces in {options.traces}")
@@ -236,7 +238,7 @@ def main() -> None:
     if not options.tokens and not options.layers:
         check_baseline(traces)
         print("LRU for each layer gives what is known of these traces")
-    rows = measure(traces, options.varied, lambda line: print(line, flush=True))
+    rows = measure(traces, options.varied, options.order, lambda line: print(line, flush=True))
     size = {name: (len(trace), len(trace[0])) for name, trace in traces.items()}
     print(json.dumps({"bench": "regions", "tokens_layers": size, "rows": rows}))
 
