@@ -11,6 +11,7 @@ from mira_engine.policy.eviction import (
     LfuEviction,
     LruEviction,
     preferred_eviction,
+    preferred_stage_order,
 )
 from mira_engine.policy.residency import ResidencyTable
 from mira_engine.types import Eviction, ExpertId
@@ -254,3 +255,8 @@ def test_lfru_orders_as_the_sum_of_faded_uses_does() -> None:
             got = [weights[e] for e in policy.victims()]
             assert len(got) == len(weights)
             assert got == sorted(got) or got == pytest.approx(sorted(got), rel=1e-9)
+
+
+def test_stage_below_what_a_pass_uses_does_not_go_by_recency() -> None:
+    assert preferred_stage_order(155, 156) is Eviction.LFRU
+    assert preferred_stage_order(156, 156) is Eviction.LRU

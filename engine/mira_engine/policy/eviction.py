@@ -226,3 +226,20 @@ def preferred_eviction(num_draft_tokens: int) -> Eviction:
     model, budget 75 %, hit rates: K = 4 LFU .849, LRU .632; K = 0 LFU .908, LRU .952.
     """
     return Eviction.LFU if num_draft_tokens else Eviction.LRU
+
+
+def preferred_stage_order(num_stage_slots: int, num_pass_experts: int) -> Eviction:
+    """Returns what suits STAGE, where HOT is beside it.
+
+    A pass goes through all layers before it comes back, so a STAGE smaller than what one
+    pass uses gives up by recency just what comes next. Measured 2026-11-30 with
+    `tests/bench/regions.py` (one pool, half of it HOT, law / summary): room for 8 of 64, where
+    STAGE holds 4 of a token's 6 a layer, LRU .175 / .205, LFRU .269 / .312; room for 16, where it
+    holds 8, LRU .463 / .480, LFRU .441 / .495.
+
+    Args:
+        num_stage_slots: Slots for STAGE once HOT is full.
+        num_pass_experts: Experts that a pass uses over all layers: top-k times layers for
+            one token.
+    """
+    return Eviction.LRU if num_stage_slots >= num_pass_experts else Eviction.LFRU
