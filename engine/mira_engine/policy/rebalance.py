@@ -36,8 +36,8 @@ DEFAULT_MAX_SWAPS = 16
 
 DEFAULT_PROBATION_WINDOWS = 1
 """Admitting whatever missed (0): .463 / .484 / .482, 1: the same, 2: .463 / .480 / .482,
-3: .463 / .478 / .480. A longer history than a window of the default's length does not help
-on these traces; one window in demand keeps out what was routed to by chance."""
+3: .463 / .478 / .480. So on these traces probation gains nothing over admitting every miss;
+one window costs nothing, longer histories promote later than the text changes."""
 
 DEFAULT_HYSTERESIS = 0.25
 """0: .462 / .476 / .477, .25: .463 / .480 / .482, .5: .465 / .480 / .478,
