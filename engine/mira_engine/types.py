@@ -67,10 +67,19 @@ class CompileMode(enum.StrEnum):
 
 
 class Eviction(enum.StrEnum):
-    """Which resident experts are given up first: the least often or least recently used."""
+    """Which resident experts are given up first: by frequency, by recency, or by both."""
 
     LFU = "lfu"
     LRU = "lru"
+    LFRU = "lfru"
+
+
+class CacheMode(enum.StrEnum):
+    """How device memory for experts is used: all of them fit, or a large or a small part."""
+
+    RESIDENT = "resident"
+    LARGE = "large"
+    SMALL = "small"
 
 
 class Plane(enum.StrEnum):

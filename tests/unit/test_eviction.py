@@ -7,9 +7,11 @@ from mira_engine.policy.base import FetchReason
 from mira_engine.policy.eviction import (
     EVICTION_POLICIES,
     EvictionPolicy,
+    LfruEviction,
     LfuEviction,
     LruEviction,
     preferred_eviction,
+    preferred_stage_order,
 )
 from mira_engine.policy.residency import ResidencyTable
 from mira_engine.types import Eviction, ExpertId
@@ -100,6 +102,7 @@ def test_every_eviction_has_a_policy() -> None:
     assert set(EVICTION_POLICIES) == set(Eviction)
     assert isinstance(EVICTION_POLICIES[Eviction.LFU](), LfuEviction)
     assert isinstance(EVICTION_POLICIES[Eviction.LRU](), LruEviction)
+    assert isinstance(EVICTION_POLICIES[Eviction.LFRU](), LfruEviction)
 
 
 @pytest.mark.parametrize(
@@ -169,3 +172,91 @@ def test_slot_of_a_prefetch_makes_no_claim_for_the_next_tenant(policy: EvictionP
     table.evict(A)
     assert _evicted(table, D) is None
     assert not table.use(D)
+
+
+# -- misses count; frequency and recency together ------------------------------------------
+
+
+def test_lfu_counts_a_miss_as_a_use() -> None:
+    policy = LfuEviction()
+    table = ResidencyTable(2, policy)
+    for _ in range(3):
+        for expert in (A, B):
+            fetch = table.admit(expert, FetchReason.MISS)
+            assert fetch is not None
+            table.complete(fetch.slot)
+        table.evict(A)
+        table.evict(B)
+    assert policy._counts == {A: 3, B: 3}
+
+
+def test_lfu_does_not_count_a_prefetch_as_a_use() -> None:
+    policy = LfuEviction()
+    assert ResidencyTable(2, policy).admit(A, FetchReason.LOOKAHEAD) is not None
+    assert policy._counts == {A: 0}
+
+
+def test_lfu_misses_fade_counts_too() -> None:
+    policy = LfuEviction(fade_after=4)
+    for _ in range(4):
+        policy.on_miss(A)
+    assert policy._counts == {A: 2}
+
+
+def test_lfru_keeps_what_is_used_often_over_what_is_used_last() -> None:
+    policy = _admitted(LfruEviction(half_life=100), A, B, C)
+    _use(policy, A, A, A, A, B, C)
+    assert list(policy.victims()) == [B, C, A]
+
+
+def test_lfru_forgets_uses_of_long_ago() -> None:
+    policy = _admitted(LfruEviction(half_life=2), A, B, C)
+    _use(policy, A, A, A, A, *[C] * 12, B)
+    assert list(policy.victims()) == [A, B, C]
+
+
+def test_lfru_weight_outlives_a_removal() -> None:
+    policy = _admitted(LfruEviction(half_life=100), A, B)
+    _use(policy, A, A, A, B)
+    policy.on_remove(A)
+    assert list(policy.victims()) == [B]
+    _admitted(policy, A)
+    assert list(policy.victims()) == [B, A]
+
+
+def test_lfru_does_not_grow_when_experts_come_and_go() -> None:
+    policy = _admitted(LfruEviction(), A, B)
+    for _ in range(50):
+        policy.on_remove(A)
+        policy.on_admit(A)
+    assert sorted(policy.victims()) == [A, B]
+    assert len(policy._heap) == 2
+
+
+def test_lfru_orders_as_the_sum_of_faded_uses_does() -> None:
+    half_life = 5
+    policy = LfruEviction(half_life)
+    experts = [ExpertId(layer, number) for layer in range(3) for number in range(7)]
+    uses: dict[ExpertId, list[int]] = {expert: [] for expert in experts}
+    for now in range(400):
+        expert = experts[(now * now + 3 * now) % len(experts)]
+        if not uses[expert]:
+            policy.on_miss(expert)
+            policy.on_admit(expert)
+        else:
+            policy.on_use(expert)
+        uses[expert].append(now)
+        if now % 7 == 0:
+            weights = {
+                e: sum(2.0 ** ((then - now) / half_life) for then in times)
+                for e, times in uses.items()
+                if times
+            }
+            got = [weights[e] for e in policy.victims()]
+            assert len(got) == len(weights)
+            assert got == sorted(got) or got == pytest.approx(sorted(got), rel=1e-9)
+
+
+def test_stage_below_what_a_pass_uses_does_not_go_by_recency() -> None:
+    assert preferred_stage_order(155, 156) is Eviction.LFRU
+    assert preferred_stage_order(156, 156) is Eviction.LRU

@@ -17,6 +17,7 @@ class FetchReason(enum.StrEnum):
 
     MISS = "miss"
     LOOKAHEAD = "lookahead"
+    REBALANCE = "rebalance"
 
 
 class SkipReason(enum.StrEnum):
@@ -26,6 +27,31 @@ class SkipReason(enum.StrEnum):
     NO_ROOM = "no-room"
     LATER = "later"
     BYTE_CAP = "byte-cap"
+
+
+class EvictReason(enum.StrEnum):
+    """Why a slot is freed without another expert asking for it."""
+
+    LAYER_BEHIND = "layer-behind"
+
+
+class PromoteReason(enum.StrEnum):
+    """Why a STAGE resident becomes HOT."""
+
+    DEMAND = "demand"
+    ROOM = "room"
+
+
+class DemoteReason(enum.StrEnum):
+    """Why a HOT resident becomes a STAGE entry."""
+
+    LOW_DEMAND = "low-demand"
+
+
+class DeclineReason(enum.StrEnum):
+    """Why a predicted expert is not staged."""
+
+    STAGE_FULL = "stage-full"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,4 +104,39 @@ class DraftOn:
     num_tokens: int
 
 
-Action = Fetch | Skip | Compute | Await | DraftOn
+@dataclass(frozen=True, slots=True)
+class Evict:
+    """Free a slot; nothing is moved."""
+
+    expert: ExpertId
+    slot: int
+    reason: EvictReason
+
+
+@dataclass(frozen=True, slots=True)
+class Promote:
+    """Label a slot HOT; nothing is moved."""
+
+    expert: ExpertId
+    slot: int
+    reason: PromoteReason
+
+
+@dataclass(frozen=True, slots=True)
+class Demote:
+    """Label a slot STAGE; nothing is moved."""
+
+    expert: ExpertId
+    slot: int
+    reason: DemoteReason
+
+
+@dataclass(frozen=True, slots=True)
+class Decline:
+    """Do not stage a predicted expert; the miss path serves it if it is needed."""
+
+    expert: ExpertId
+    reason: DeclineReason
+
+
+Action = Fetch | Skip | Compute | Await | DraftOn | Evict | Promote | Demote | Decline
