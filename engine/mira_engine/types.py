@@ -74,12 +74,13 @@ class Eviction(enum.StrEnum):
     LFRU = "lfru"
 
 
-class CacheMode(enum.StrEnum):
-    """How device memory for experts is used: all of them fit, or a large or a small part."""
+class CachePolicy(enum.StrEnum):
+    """How slots are shared out: one pool, HOT and STAGE, or a HOT set that never changes."""
 
-    RESIDENT = "resident"
-    LARGE = "large"
-    SMALL = "small"
+    AUTO = "auto"
+    POOL = "pool"
+    REGIONS = "regions"
+    STATIC = "static"
 
 
 class Plane(enum.StrEnum):
