@@ -134,7 +134,7 @@ def _budget(name: str, value: object) -> MemoryAmount:
     return MemoryAmount.parse(str(value))
 
 
-def _rate(name: str, value: object) -> float:
+def parse_rate(name: str, value: object) -> float:
     """Parses `500MB` or `500MB/s` to bytes per second."""
     hint = "Write a size per second such as 500MB or 2GiB."
     try:
@@ -164,12 +164,13 @@ _PARSERS: dict[str, Callable[[str, object], object]] = {
     "budget": _budget,
     "k": _whole,
     "context": _whole,
-    "link_rate": _rate,
+    "link_rate": parse_rate,
     "link_latency": _milliseconds,
     "threads": _whole,
     "prefetch": _switch,
     "compile": _choice(CompileMode),
     "draft_dense": _choice(DraftDense),
+    "trace": _text,
     "temperature": _real,
     "top_k": _whole,
     "top_p": _real,
@@ -188,6 +189,7 @@ _ENGINE_FIELDS = {
     "prefetch": "is_prefetch_enabled",
     "compile": "compile_mode",
     "draft_dense": "draft_dense",
+    "trace": "trace_path",
 }
 _SAMPLING_FIELDS = {
     "temperature": "temperature",

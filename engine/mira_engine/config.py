@@ -125,6 +125,7 @@ class EngineConfig:
         draft_dense: What a draft multiplies with outside of the routed experts.
         draft_words: Tokens that a draft chooses among, the first of the vocabulary, which in
             byte-pair vocabularies are the most frequent; 0 for all.
+        trace_path: File that the routing of every reply is recorded in, `None` for none.
     """
 
     precision: Precision = Precision.NESTED
@@ -142,6 +143,7 @@ class EngineConfig:
     compile_mode: CompileMode = CompileMode.AUTO
     draft_dense: DraftDense = DraftDense.AUTO
     draft_words: int = 0
+    trace_path: str | None = None
 
     def __post_init__(self) -> None:
         k = self.num_draft_tokens

@@ -62,6 +62,7 @@ from .runtime.probe import bound_kernel_cache, default_num_threads
 from .runtime.slots import DraftArena, SlotArena, SlotBinder, slot_planes
 from .runtime.telemetry import MemoryProbe, ReplyMeter
 from .runtime.transfer import LinkThrottle
+from .trace import TracedRound, TraceHeader, TraceRecorder
 from .types import (
     CompileMode,
     ComputeDtype,
@@ -238,6 +239,8 @@ class Engine:
             draft=draft,
         )
         self.executor.is_cancelled = self._cancelled.is_set
+        if config.trace_path is not None:
+            self.executor.recorder = TraceRecorder(self._trace_header())
         num_stamped = stamp(self.model, self.executor)
         if num_stamped != manifest.num_layers:
             raise StoreError(
@@ -274,6 +277,20 @@ class Engine:
                 on_notice=self._notice,
             )
             self.native_path.start(self._is_load_cancelled)
+
+    def _trace_header(self) -> TraceHeader:
+        return TraceHeader(
+            model=self.home.title,
+            precision=self.config.precision,
+            num_layers=self.cache_setup.num_layers,
+            num_experts=self.cache_setup.num_experts,
+            top_k=self._top_k,
+            num_draft_tokens=self.plan.num_draft_tokens,
+            num_slots=self.plan.num_slots,
+            record_bytes=self.transfer.record_bytes,
+            budget_bytes=self.plan.budget_bytes,
+            eviction=self.cache_setup.eviction,
+        )
 
     def take_compiled(self) -> None:
         """Takes up what the background has compiled. Between replies only.
@@ -409,6 +426,9 @@ class Engine:
         sampler = Sampler(sampling)
         meter.num_prompt_tokens = len(prompt)
         meter.num_cached_tokens = self.state.reuse_prefix(prompt)
+        recorder = self.executor.recorder
+        if recorder is not None:
+            recorder.start_reply(len(prompt))
         history = list(prompt)
         self._num_verified = self.state.num_cached
         try:
@@ -435,6 +455,8 @@ class Engine:
             raise
         finally:
             self.executor.driver.end_reply()
+            if recorder is not None and self.config.trace_path is not None:
+                recorder.write(Path(self.config.trace_path))
 
     def _read_prompt(self, history: list[int], sampler: Sampler) -> Iterator[tuple[int, int]]:
         """Prefills what is not cached and appends the first new token to `history`."""
@@ -470,7 +492,8 @@ class Engine:
 
     def _round(self, history: list[int], num_draft: int, sampler: Sampler) -> list[int]:
         """One target pass, with a draft before it where `num_draft` is above 0."""
-        meter = self.executor.meter
+        meter, recorder = self.executor.meter, self.executor.recorder
+        before = (meter.draft_s, meter.verify_s, meter.decode.stall_s)
         drafted = []
         if num_draft > 0:
             drafted = self.draft_stage.run(history, num_draft, sampler, self._end_ids)
@@ -486,6 +509,16 @@ class Engine:
         if drafted:
             meter.num_rounds += 1
             meter.num_accepted += num_accepted
+        if recorder is not None:
+            recorder.end_round(
+                TracedRound(
+                    num_drafted=len(drafted),
+                    num_accepted=num_accepted,
+                    draft_s=meter.draft_s - before[0],
+                    verify_s=meter.verify_s - before[1],
+                    stall_s=meter.decode.stall_s - before[2],
+                )
+            )
         self._tell_fallbacks()
         return [*(d.token for d in drafted[:num_accepted]), following]
 

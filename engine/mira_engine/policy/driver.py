@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from ..types import Eviction, ExpertId, Region, ServedBy
 from .base import Action, Await, Compute, FetchReason
-from .eviction import EVICTION_POLICIES
+from .eviction import EVICTION_POLICIES, EvictionPolicy
 from .lookahead import ExpertLookaheadBuffer
 from .prefetch import plan_batch
 from .residency import ResidencyTable, SlotState
@@ -67,14 +67,19 @@ class CacheSetup:
 class ExpertCacheDriver:
     """Decides which experts are computed, fetched, kept and given up.
 
+    Args:
+        setup: What it decides for.
+        eviction: Orders victims in place of the setup's policy, for simulated baselines.
+
     Attributes:
         residency: Slots and their experts; changed by nobody else.
         lookahead: What the draft's routers chose in this window.
         on_decision: Told everything, `None` for nobody.
     """
 
-    def __init__(self, setup: CacheSetup) -> None:
-        self.residency = ResidencyTable(setup.num_slots, EVICTION_POLICIES[setup.eviction]())
+    def __init__(self, setup: CacheSetup, eviction: EvictionPolicy | None = None) -> None:
+        eviction = eviction or EVICTION_POLICIES[setup.eviction]()
+        self.residency = ResidencyTable(setup.num_slots, eviction)
         self.lookahead = ExpertLookaheadBuffer(setup.num_layers, setup.num_experts)
         self.on_decision: OnDecision | None = None
         self._num_reserved_slots = setup.num_reserved_slots

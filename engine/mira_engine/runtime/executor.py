@@ -23,6 +23,7 @@ from ..checkpoint.formats import BoundExpert
 from ..errors import check_cancelled
 from ..policy.base import Action, Await, Compute, Fetch, FetchReason
 from ..policy.driver import ExpertCacheDriver
+from ..trace import TraceRecorder
 from ..types import ExpertId, Phase, ServedBy
 from .fused import FusedExperts, FusedPlan, lookahead_counts
 from .slots import DraftArena
@@ -61,6 +62,7 @@ class ExpertExecutor:
         self.phase = Phase.PREFILL
         self.meter = ReplyMeter()
         self.is_cancelled: Callable[[], bool] = _never
+        self.recorder: TraceRecorder | None = None
         self._bind = bind
         self._fused: FusedExperts | None = None
         self._counts: list[torch.Tensor] = []
@@ -90,6 +92,8 @@ class ExpertExecutor:
             StoreError: A record could not be read.
         """
         check_cancelled(self.is_cancelled)
+        if self.recorder is not None:
+            self.recorder.record_layer(self.phase, layer, top_k_index.tolist())
         fused = self._fused
         if fused is not None and not fused.takes(hidden):
             fused = None
