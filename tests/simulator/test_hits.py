@@ -121,8 +121,8 @@ def test_synthetic_routing_of_one_seed_is_one_routing():
 
 
 def test_description_of_a_trace_counts_by_hand():
-    ids = np.array([[[0, 1]], [[0, 2]], [[3, 2]], [[3, 2]]])
-    found = describe(TokenTrace(name="hand", ids=ids, lengths=[4], num_experts=4))
-    assert found.reuse == pytest.approx(4 / 6)
+    ids = np.array([[[0, 1]], [[0, 2]], [[3, 2]], [[3, 2]]] * 2)
+    found = describe(TokenTrace(name="hand", ids=ids, lengths=[8], num_experts=4))
+    assert found.reuse == pytest.approx(8 / 14)
     assert found.top_shares == pytest.approx((3 / 8, 3 / 8, 5 / 8))
-    assert found.distinct[:2] == (2.0, 4.0)
+    assert found.distinct == (2.0, 4.0, 4.0, 4.0)

@@ -103,9 +103,10 @@ class SimulatedExecutor:
         owner = self._owner(layer)
         driver = self._drivers[owner]
         ready = self._obey(owner, driver.enter_layer(layer, demand))
+        is_open = driver.is_layer_open  # Asked first: what lands meanwhile may close it.
         if prediction:
-            self._predict(prediction)
-        if not driver.is_layer_open:
+            ready += self._predict(prediction)
+        if not is_open:
             self._compute(ready)
             return
         ready += self._collect(self._link.poll(self.clock.now_s))
@@ -155,15 +156,20 @@ class SimulatedExecutor:
         self.traffic.stall_s += self.clock.advance_to(landing_s)
         return self._collect(self._link.poll(self.clock.now_s))
 
-    def _predict(self, prediction: Prediction) -> None:
-        """Fetches ahead what is expected, as a batch at a boundary of a draft."""
-        self._collect(self._link.poll(self.clock.now_s))
+    def _predict(self, prediction: Prediction) -> list[Compute]:
+        """Fetches ahead what is expected, as a batch at a boundary of a draft.
+
+        Returns:
+            What the open layer waited for and has landed meanwhile.
+        """
+        ready = self._collect(self._link.poll(self.clock.now_s))
         by_owner: dict[int, dict[int, Demand]] = {}
         for layer, demand in sorted(prediction.items()):
             by_owner.setdefault(self._owner(layer), {})[layer] = demand
         for owner, demands in by_owner.items():
             counts = [demands.get(layer, []) for layer in range(self._num_layers)]
             self._obey(owner, self._drivers[owner].reach_boundary(counts))
+        return ready
 
     def _owner(self, layer: int) -> int:
         return layer if len(self._drivers) > 1 else 0
