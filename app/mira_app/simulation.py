@@ -37,7 +37,9 @@ def run_simulation(
 
     def on_row(row: SimulationRow) -> None:
         if err.isatty():
-            print(f"\r{row.policy} at {row.slots_per_layer:g} …\033[K", end="", file=err, flush=True)
+            print(
+                f"\r{row.policy} at {row.slots_per_layer:g} …\033[K", end="", file=err, flush=True
+            )
 
     report = simulate(simulation_request(flags), on_row)
     if err.isatty():

@@ -219,9 +219,7 @@ def _read_header(path: Path, line: bytes) -> TraceHeader:
         ) from None
 
 
-def _read_items(
-    path: Path, header: TraceHeader, lines: Sequence[bytes]
-) -> Iterator[TraceItem]:
+def _read_items(path: Path, header: TraceHeader, lines: Sequence[bytes]) -> Iterator[TraceItem]:
     for number, line in enumerate(lines, start=2):
         try:
             ((kind, fields),) = json.loads(line).items()

@@ -108,7 +108,9 @@ def test_command_loads_no_torch(arrays, repository):
         "except SystemExit as end: assert not end.code, end\n"
         "assert 'torch' not in sys.modules and 'numpy' in sys.modules"
     )
-    path = os.pathsep.join(str(repository / root) for root in ("app", "engine", "kernels", "assets"))
+    path = os.pathsep.join(
+        str(repository / root) for root in ("app", "engine", "kernels", "assets")
+    )
     done = subprocess.run(
         [sys.executable, "-c", code, "simulate", "--trace", arrays, "--json", "--policy", "lru",
          "--policy", "belady", "--slots-per-layer", "2"],

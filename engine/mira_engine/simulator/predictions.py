@@ -6,6 +6,7 @@ predictor is told a layer's choices as the pass gets there and answers with what
 
 from __future__ import annotations
 
+import itertools
 from typing import Protocol
 
 import numpy as np
@@ -110,8 +111,7 @@ class ActivationTraces:
         self._shape = (num_layers, trained_on.num_experts)
         starts = np.cumsum([0, *trained_on.lengths])
         texts = [
-            self._usage(trained_on.ids[start:end])
-            for start, end in zip(starts[:-1], starts[1:], strict=True)
+            self._usage(trained_on.ids[start:end]) for start, end in itertools.pairwise(starts)
         ]
         self._texts = np.stack(texts)
         flat = self._texts.reshape(len(texts), -1)

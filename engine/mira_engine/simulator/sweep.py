@@ -245,7 +245,10 @@ class _Comparison:
         asked = max(1, run.traffic.num_hits + run.traffic.num_misses)
         return SimulationRow(
             policy=system.name,
-            slots_per_layer=shape.num_slots * shape.record_bytes / request.record_bytes / num_layers,
+            slots_per_layer=shape.num_slots
+            * shape.record_bytes
+            / request.record_bytes
+            / num_layers,
             memory_share=memory_share,
             link_bytes_per_s=link_rate,
             hit_rate=run.hit_rate,

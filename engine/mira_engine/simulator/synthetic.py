@@ -69,9 +69,7 @@ def synthetic_trace(
     shape = (num_layers, num_experts)
     fixed = routing.popularity * rng.standard_normal(shape)
     topics = routing.topic * rng.standard_normal((routing.num_topics, *shape), dtype=np.float32)
-    lengths = [
-        min(text_length, num_tokens - start) for start in range(0, num_tokens, text_length)
-    ]
+    lengths = [min(text_length, num_tokens - start) for start in range(0, num_tokens, text_length)]
     ids = np.empty((num_tokens, num_layers, top_k), dtype=np.int32)
     start = 0
     for length in lengths:

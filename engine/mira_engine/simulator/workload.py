@@ -110,9 +110,7 @@ def read_token_trace(path: Path) -> TokenTrace:
         )
     # The number of experts is not in such a file; a power of two is no worse a guess.
     num_experts = 1 << int(ids.max()).bit_length()
-    return TokenTrace(
-        name=path.stem, ids=ids, lengths=lengths.tolist(), num_experts=num_experts
-    )
+    return TokenTrace(name=path.stem, ids=ids, lengths=lengths.tolist(), num_experts=num_experts)
 
 
 def recorded_rounds(trace: RoutingTrace) -> Iterator[Round]:
