@@ -10,8 +10,8 @@ simulator with these rates and the engine's own driver setup. The first reply wa
 
 The verdict is on rates measured elsewhere: nothing of a run is used to simulate it but its
 routing, its acceptance and its length. `own` is the same with step costs of the run itself
-(without its stalls): where the two differ, the machine changed its pace between the runs. `--link-rate` holds the link to MB/s, which then
-weighs more than the machine's noise.
+(without its stalls): where the two differ, the machine changed its pace between the runs.
+`--link-rate` holds the link to MB/s, which then weighs more than the machine's noise.
 Left out: prefill. Where the processor has no core to spare, readers and arithmetic share one
 and steps beside transfers take longer than the resident ones; the simulator knows no such
 sharing, so such a machine reads below 1.
@@ -249,8 +249,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, object]:
             stall_s = found.traffic.stall_s / found.num_tokens
             print(
                 f"{share:>7.0%}{k:>4}{1e3 * measured.tpot_s:>12.2f}{1e3 * found.tpot_s:>12.2f}"
-                f"{ratio:>12.3f}{own_ratio:>12.3f}{1e3 * measured.stall_s:>12.2f}{1e3 * stall_s:>12.2f}"
-                f"{measured.link[0] / 1e6:>12.0f}",
+                f"{ratio:>12.3f}{own_ratio:>12.3f}{1e3 * measured.stall_s:>12.2f}"
+                f"{1e3 * stall_s:>12.2f}{measured.link[0] / 1e6:>12.0f}",
                 flush=True,
             )
             rows.append(
