@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from mira_engine.config import EngineConfig, MemoryAmount, SamplingConfig
+from mira_engine.config import EngineConfig, LinkConfig, MemoryAmount, SamplingConfig
 from mira_engine.engine import Engine
 from mira_engine.errors import TraceError
 from mira_engine.library import ModelLibrary
@@ -31,6 +31,7 @@ def load(tiny_checkpoint: Callable[..., Path], tmp_path: Path):
             budget=MemoryAmount(share=share),
             num_draft_tokens=k,
             context_length=256,
+            link=LinkConfig(latency_s=1e-3),
             compile_mode=CompileMode.OFF,
             trace_path=str(trace) if trace is not None else None,
         )
@@ -69,6 +70,8 @@ def test_engine_records_every_pass_and_round(load, tmp_path):
     assert sum(item.num_accepted for item in rounds) == stats.num_accepted
     assert sum(item.draft_s for item in rounds) == pytest.approx(stats.draft_s)
     assert sum(item.verify_s for item in rounds) == pytest.approx(stats.verify_s)
+    assert stats.stall_s > 0
+    assert sum(item.stall_s for item in rounds) == pytest.approx(stats.stall_s)
     assert sum(item.num_accepted + 1 for item in rounds) == stats.num_new_tokens - 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -108,7 +109,41 @@ def test_warm_up_and_prompts_are_not_counted():
     found = simulate(rounds, SYSTEMS["lru"], one_layer(4), COSTS, num_warmup_tokens=1)
     assert found.num_tokens == 2
     assert found.decode_s == 2 * (2.0 + 2 * 0.5)
-    assert found.hit_rate == 1
+    assert (found.traffic.num_hits, found.traffic.num_misses) == (4, 0)
+
+
+class FakeLead:
+    """Expects the expert of the same number in the next layer."""
+
+    def start_reply(self) -> None:
+        pass
+
+    def predict(self, layer: int, target: list) -> dict:
+        return {layer + 1: [(target[layer][0][0], 1)]} if layer < 2 else {}
+
+
+def test_prediction_overlaps_with_the_layers_before_it_and_is_computed_when_it_lands():
+    shape = CacheShape(num_layers=3, num_experts=8, num_slots=6, record_bytes=100)
+    rounds = [Round(draft=(), target=[[[5]], [[5]], [[5]]])]
+    found = simulate(rounds, SYSTEMS["mira+predictor"], shape, COSTS, predictor=FakeLead())
+    # Layer 0: router 2, its miss lands at 3, layer 1's expert at 4. Layer 1: router done at
+    # 5.5, computed until 6, while layer 2's comes. Layer 2: router done at 8.
+    assert found.decode_s == 8.5
+    assert found.traffic.stall_s == 1.0
+    assert (found.traffic.num_prefetch_hits, found.traffic.num_records) == (2, 3)
+
+
+def test_driver_is_told_what_the_engines_is_in_the_same_order():
+    log = DecisionLog()
+    prompt = Round(draft=(), target=[[[0]]], is_prefill=True, starts_reply=True)
+    spoken = Round(draft=[[[0]], [[1]]], target=[[[0], [1], [0]]], num_accepted=2)
+    simulate([prompt, spoken], SYSTEMS["mira+lookahead"], one_layer(5), COSTS, on_decision=log)
+    assert [json.loads(line)[0] for line in log.lines] == [
+        "end_reply",
+        *("enter_layer", "landed", "computed", "leave_layer"),
+        *("begin_draft", "reach_boundary", "end_draft"),
+        *("enter_layer", "computed", "landed", "computed", "leave_layer", "end_pass"),
+    ]
 
 
 # -- systems -------------------------------------------------------------------------------

@@ -64,10 +64,10 @@ def belady_hits(layers: Sequence[Sequence[int]], num_slots: int) -> float:
     for sequence in layers:
         next_use = _next_uses(sequence)
         resident: set[int] = set(list(dict.fromkeys(sequence))[:num_slots])
-        # Furthest next use first; entries of older uses are skipped when they come up.
-        heap = [(-sequence.index(expert), expert) for expert in resident]
-        heapq.heapify(heap)
-        due = {expert: -negative for negative, expert in heap}
+        # Furthest next use first; entries of older uses are skipped when they come up. Those
+        # that are resident at first are all used, and entered, before any gives way.
+        heap: list[tuple[int, int]] = []
+        due: dict[int, int] = {}
         for position, expert in enumerate(sequence):
             following = next_use[position]
             if expert in resident:
