@@ -67,7 +67,7 @@ def hit_tables(num_tokens: int | None) -> dict[str, dict[str, float]]:
         print(f"\n{name}: whole trace, {len(whole.ids)} tokens; LRU here / measured before")
         for slots, published in PUBLISHED_LRU[name].items():
             lru = policy_hits(layers, slots, LruEviction)
-            found.setdefault(name, {})[f"lru@{slots}"] = round(lru, 3)
+            found.setdefault(name, {})[f"whole lru@{slots}"] = round(lru, 3)
             print(f"  {slots:>2} of 64: {lru:.3f} / {published:.3f}")
         half = len(whole.ids) // 2
         end = min(len(whole.ids), half + num_tokens) if num_tokens else len(whole.ids)
