@@ -151,6 +151,10 @@ Calibration = Annotated[
         show_default=False,
     ),
 ]
+Trace = Annotated[
+    str | None,
+    _option("--trace", metavar="FILE", help="Record which experts each token chose in FILE."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 Plain = Annotated[bool, typer.Option("--plain", help="Plain lines: no bars, no colours.")]
 
@@ -244,6 +248,7 @@ def run(
     draft_experts: DraftExperts = None,
     draft_dense: DraftDense = None,
     no_prefetch: NoPrefetch = False,
+    trace: Trace = None,
     is_json: Json = False,
     is_plain: Plain = False,
 ) -> None:
@@ -371,6 +376,61 @@ def profile(
         typer.echo("\n".join(profile_lines(found)))
 
 
+@app.command()
+def simulate(
+    trace: Annotated[
+        str | None,
+        _option("--trace", metavar="FILE", help="Routing: of `run --trace`, or arrays in .npz."),
+    ] = None,
+    train: Annotated[
+        str | None,
+        _option("--train", metavar="FILE", help="Learn from this one, not from half of FILE."),
+    ] = None,
+    policy: Annotated[
+        list[str] | None, _option("--policy", metavar="P", help="Only this one; repeatable.")
+    ] = None,
+    slots_per_layer: Annotated[
+        list[int] | None,
+        _option(
+            "--slots-per-layer", metavar="N", help="Experts that a layer's slots hold; repeatable."
+        ),
+    ] = None,
+    link_rate: Annotated[
+        list[str] | None,
+        _option("--link-rate", metavar="25GB", help="Link, per second; repeatable."),
+    ] = None,
+    record: Annotated[
+        str | None, _option("--record", metavar="8MiB", help="Bytes of one whole expert.")
+    ] = None,
+    resident_ms: Annotated[
+        float | None,
+        _option("--resident-ms", metavar="MS", help="A token with every expert resident."),
+    ] = None,
+    draft_ms: Annotated[
+        float | None, _option("--draft-ms", metavar="MS", help="A draft token.")
+    ] = None,
+    k: DraftTokens = None,
+    acceptance: Annotated[
+        float | None, _option("--acceptance", metavar="A", help="Of draft tokens, 0 to 1.")
+    ] = None,
+    fidelity: Annotated[
+        float | None,
+        _option("--fidelity", metavar="F", help="Share of experts the draft's routing names."),
+    ] = None,
+    max_tokens: Annotated[
+        int | None, _option("--max-tokens", metavar="N", help="Most tokens to decode.")
+    ] = None,
+    seed: Seed = None,
+    is_json: Json = False,
+) -> None:
+    """Compares caching and prefetching policies on a virtual clock, without a model."""
+    given = dict(locals())
+    from .simulation import run_simulation
+
+    with reporting_errors():
+        run_simulation(given, is_json=given.pop("is_json"), out=sys.stdout, err=sys.stderr)
+
+
 # -- parts -----------------------------------------------------------------------------------
 
 
@@ -398,6 +458,8 @@ def _flags(given: dict[str, object]) -> dict[str, object]:
     names = {"context_length": "context", "compile_when": "compile"}
     left_out = ("context", "prompt", "is_json", "is_plain", "is_quick", "no_prefetch", "version")
     flags = {names.get(n, n): value for n, value in given.items() if n not in left_out}
+    if flags.get("trace") is not None:
+        flags["trace"] = str(Path(str(flags["trace"])).absolute())
     flags["prefetch"] = False if given.get("no_prefetch") else None
     return flags
 

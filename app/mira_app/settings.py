@@ -147,7 +147,7 @@ def _memory(name: str, value: object) -> int:
     return amount.num_bytes
 
 
-def _rate(name: str, value: object) -> float:
+def parse_rate(name: str, value: object) -> float:
     """Parses `500MB` or `500MB/s` to bytes per second."""
     hint = "Write a size per second such as 500MB or 2GiB."
     try:
@@ -178,13 +178,14 @@ _PARSERS: dict[str, Callable[[str, object], object]] = {
     "memory": _memory,
     "k": _whole,
     "context": _whole,
-    "link_rate": _rate,
+    "link_rate": parse_rate,
     "link_latency": _milliseconds,
     "threads": _whole,
     "prefetch": _switch,
     "compile": _choice(CompileMode),
     "draft_experts": _choice(DraftExperts),
     "draft_dense": _choice(DraftDense),
+    "trace": _text,
     "temperature": _real,
     "top_k": _whole,
     "top_p": _real,
@@ -205,6 +206,7 @@ _ENGINE_FIELDS = {
     "compile": "compile_mode",
     "draft_experts": "draft_experts",
     "draft_dense": "draft_dense",
+    "trace": "trace_path",
 }
 _SAMPLING_FIELDS = {
     "temperature": "temperature",

@@ -36,6 +36,7 @@ from .errors import (
     NonFiniteError,
     PrepareError,
     StoreError,
+    TraceError,
     UnknownModelError,
     UnsupportedModelError,
     error_from_fields,
@@ -84,7 +85,10 @@ from .types import (
 from .wire import decode, encode, to_plain
 
 if typing.TYPE_CHECKING:
+    from collections.abc import Callable
+
     from .library import ModelHome, ModelLibrary
+    from .simulator.sweep import SimulationReport, SimulationRequest, SimulationRow
 
 __all__ = [
     "MAX_DRAFT_TOKENS",
@@ -143,10 +147,14 @@ __all__ = [
     "RequestFailed",
     "SamplingConfig",
     "Shutdown",
+    "SimulationReport",
+    "SimulationRequest",
+    "SimulationRow",
     "StatsSample",
     "StoreError",
     "Strategy",
     "TokenDelta",
+    "TraceError",
     "UnknownModelError",
     "UnsupportedModelError",
     "decode",
@@ -154,16 +162,21 @@ __all__ = [
     "encode",
     "error_from_fields",
     "format_bytes",
+    "simulate",
     "to_plain",
 ]
 
 
 def __getattr__(name: str) -> object:
-    """Loads the model library when it is first asked for."""
+    """Loads the model library or the simulator when it is first asked for."""
     if name in ("ModelHome", "ModelLibrary"):
         from . import library
 
         return getattr(library, name)
+    if name in ("SimulationReport", "SimulationRequest", "SimulationRow"):
+        from .simulator import sweep
+
+        return getattr(sweep, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -181,3 +194,21 @@ def default_engine_command(data_dir: Path, cache_dir: Path | None = None) -> lis
     if cache_dir is not None:
         command += ["--cache-dir", str(cache_dir)]
     return command
+
+
+def simulate(
+    request: SimulationRequest, on_row: Callable[[SimulationRow], None] = lambda row: None
+) -> SimulationReport:
+    """Compares caching and prefetching systems on a virtual clock, in this process.
+
+    Args:
+        request: What to compare.
+        on_row: Told each row as it is done.
+
+    Raises:
+        ConfigError: No such policy, or a number that cannot be used.
+        TraceError: A trace cannot be read.
+    """
+    from .simulator.sweep import compare
+
+    return compare(request, on_row)

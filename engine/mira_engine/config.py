@@ -11,7 +11,15 @@ import re
 from dataclasses import dataclass, field
 
 from .errors import ConfigError
-from .types import CompileMode, ComputeDtype, DraftDense, DraftExperts, Eviction, Precision
+from .types import (
+    CachePolicy,
+    CompileMode,
+    ComputeDtype,
+    DraftDense,
+    DraftExperts,
+    Eviction,
+    Precision,
+)
 
 MAX_DRAFT_TOKENS = 32
 """Largest speculation depth K. Source: Specter, selection of K (K_max = 32)."""
@@ -168,11 +176,14 @@ class EngineConfig:
         is_direct_io: Whether to ask for O_DIRECT.
         num_threads: Threads of the arithmetic, `None` for all physical cores but one.
         eviction: Which resident experts are given up first; `None` chooses by K.
+        cache_policy: How slots are shared out.
+        is_predicting: Whether predictor heads, where there are some, load experts ahead.
         compile_mode: Whether native kernels and compiled steps are made and used.
         draft_experts: Which routed experts a draft computes with.
         draft_dense: What a draft multiplies with outside of the routed experts.
         draft_words: Tokens that a draft chooses among, the first of the vocabulary, which in
             byte-pair vocabularies are the most frequent; 0 for all.
+        trace_path: File that the routing of every reply is recorded in, `None` for none.
     """
 
     precision: Precision = Precision.NESTED
@@ -188,10 +199,13 @@ class EngineConfig:
     is_direct_io: bool = True
     num_threads: int | None = None
     eviction: Eviction | None = None
+    cache_policy: CachePolicy = CachePolicy.AUTO
+    is_predicting: bool = True
     compile_mode: CompileMode = CompileMode.AUTO
     draft_experts: DraftExperts = DraftExperts.AUTO
     draft_dense: DraftDense = DraftDense.AUTO
     draft_words: int = 0
+    trace_path: str | None = None
 
     def __post_init__(self) -> None:
         k = self.num_draft_tokens

@@ -34,7 +34,7 @@ from .events import (
     TokenDelta,
 )
 from .library import ModelHome
-from .load_plan import make_load_plan
+from .load_plan import LoadPlan, make_load_plan
 from .model.batch_state import can_pad
 from .model.chat import (
     ChatRenderer,
@@ -49,30 +49,27 @@ from .model.kv import StateManager
 from .model.linear import DenseSwitch
 from .model.loader import load_backbone
 from .model.sampling import Sampler
-from .policy.driver import CacheSetup, ExpertCacheDriver
-from .policy.eviction import preferred_eviction
+from .policy.driver import ExpertCacheDriver
 from .policy.speculation import DepthPolicy, RoundObservation
+from .predictor.bank import PredictorBank
 from .runtime.batch import BatchDecoder
 from .runtime.beam import BeamResult, beam_search
-from .runtime.disk import DiskTransfer
+from .runtime.device import make_device
 from .runtime.draft import DraftStage, DraftWindow
 from .runtime.executor import ExpertExecutor
 from .runtime.native_path import NativePath
 from .runtime.passes import ModelPasses
 from .runtime.probe import bound_kernel_cache, default_num_threads
 from .runtime.requests import BatchEvent, in_turn, make_requests
-from .runtime.slots import DraftArena, SlotArena, SlotBinder, SlotDraft, slot_planes
 from .runtime.telemetry import MemoryProbe, ReplyMeter
-from .runtime.transfer import LinkThrottle
+from .trace import TracedRound, TraceHeader, TraceRecorder
 from .types import (
     CompileMode,
     ComputeDtype,
     DraftDense,
-    DraftExperts,
     ExpertId,
     FinishReason,
     Phase,
-    Plane,
     Precision,
 )
 
@@ -124,7 +121,7 @@ class Engine:
         self.governor = load_plan.governor(draft_depths)
         self.on_round: Callable[[RoundObservation], None] | None = None
         """Told what each round did, in the thread that asked for the reply."""
-        self._arrange_device()
+        self._arrange_device(load_plan)
         if is_cancelled():
             self.close()
             check_cancelled(is_cancelled)
@@ -168,7 +165,7 @@ class Engine:
 
     # -- loading ---------------------------------------------------------------------------
 
-    def _arrange_device(self) -> None:
+    def _arrange_device(self, load_plan: LoadPlan) -> None:
         """Loads the backbone, allocates the arenas, and connects model and executor."""
         manifest, config = self._target.manifest, self.config
         folder = self.home.backbone_dir
@@ -179,59 +176,28 @@ class Engine:
         self._tokenizer = load_tokenizer(folder) if has_tokenizer(folder) else None
         self._end_ids = end_token_ids(folder, self.model.config, self._tokenizer)
         self.context_length = context_length(self.model.config, config.context_length)
-        has_draft = self.plan.num_draft_tokens > 0
-        draft: DraftArena | SlotDraft | None = None
-        is_arena = has_draft and self.plan.draft_experts is DraftExperts.ALL
-        if is_arena:
-            assert self._draft_source.format.draft_plane is not None
-            draft = DraftArena(
-                self._draft_source,
-                self._draft_source.format.draft_plane,
-                is_cancelled=self._is_load_cancelled,
-            )
-        slots = SlotArena(
-            self.plan.num_slots,
-            slot_planes(self._target.format, has_draft=is_arena),
-            self._target.format,
+        device = make_device(
+            self.plan,
+            config,
+            self._target,
+            self._draft_source,
+            is_cancelled=self._is_load_cancelled,
         )
-        if has_draft and not is_arena:
-            draft = SlotDraft(self._target.format, slots)
-        throttle = None
-        if config.link.is_emulated:
-            throttle = LinkThrottle(
-                bytes_per_s=config.link.bytes_per_s, latency_s=config.link.latency_s
-            )
-            rate = config.link.bytes_per_s
-            self._notice(
-                "emulated-link",
-                f"The link is emulated: {format_bytes(rate) + '/s' if rate else 'own speed'}, "
-                f"{1e3 * config.link.latency_s:g} ms latency.",
-            )
-        self.transfer = DiskTransfer(
-            locate=self._locate,
-            planes=slots.planes,
-            slot_buffers=slots.buffers,
-            num_threads=config.num_reader_threads,
-            is_direct=config.is_direct_io,
-            throttle=throttle,
-        )
-        self.cache_setup = CacheSetup(
-            num_layers=manifest.num_layers,
-            num_experts=manifest.num_experts,
-            num_slots=self.plan.num_slots,
-            eviction=config.eviction or preferred_eviction(self.plan.num_draft_tokens),
-            record_bytes=self.transfer.record_bytes,
-            num_links=config.num_reader_threads,
-            num_reserved_slots=min(2, self.plan.num_slots - 1),
-        )
-        bind = SlotBinder(self._target.format, slots, draft)
+        self.transfer = device.transfer
+        self.cache_setup = load_plan.cache_setup(config, manifest, device.transfer.record_bytes)
         self.executor = ExpertExecutor(
             driver=ExpertCacheDriver(self.cache_setup),
-            transfer=self.transfer,
-            bind=bind,
-            draft=draft,
+            transfer=device.transfer,
+            bind=device.bind,
+            draft=device.draft,
         )
         self.executor.is_cancelled = self._cancelled.is_set
+        if config.is_predicting and config.is_prefetch_enabled:
+            self.executor.predictor = PredictorBank.load(
+                self.home.predictors_dir, manifest.revision
+            )
+        if config.trace_path is not None:
+            self.executor.recorder = TraceRecorder(self._trace_header())
         num_stamped = stamp(self.model, self.executor)
         if num_stamped != manifest.num_layers:
             raise StoreError(
@@ -239,7 +205,9 @@ class Engine:
                 hint="Remove the model and prepare it again.",
             )
         self.state = StateManager(
-            self.model, capacity=self.context_length, is_rollback_wanted=has_draft
+            self.model,
+            capacity=self.context_length,
+            is_rollback_wanted=self.plan.num_draft_tokens > 0,
         )
         self._num_verified = 0
         """Cached tokens whose state the target made; a draft in progress adds others."""
@@ -260,11 +228,31 @@ class Engine:
                 switch=switch,
                 target=self._target,
                 draft_source=self._draft_source,
-                slots=slots,
-                bind=bind,
+                slots=device.slots,
+                bind=device.bind,
                 on_notice=self._notice,
             )
             self.native_path.start(self._is_load_cancelled)
+
+    def _trace_header(self) -> TraceHeader:
+        return TraceHeader(
+            model=self.home.title,
+            precision=self.config.precision,
+            num_layers=self.cache_setup.num_layers,
+            num_experts=self.cache_setup.num_experts,
+            top_k=self._top_k,
+            num_draft_tokens=self.plan.num_draft_tokens,
+            num_slots=self.plan.num_slots,
+            record_bytes=self.transfer.record_bytes,
+            budget_bytes=self.plan.budget_bytes,
+            eviction=self.cache_setup.eviction,
+        )
+
+    def fill_hot(self, experts: Sequence[ExpertId]) -> None:
+        """Loads experts into HOT while it has room, in this order. Between replies."""
+        self.executor.obey(self.executor.driver.fill_hot([tuple(e) for e in experts]))
+        while self.executor.driver.residency.num_loading:
+            self.executor.collect(self.transfer.wait_any(1.0))
 
     def take_compiled(self) -> None:
         """Takes up what the background has compiled. Between replies only.
@@ -279,6 +267,13 @@ class Engine:
 
     def _tell_load_fallbacks(self) -> None:
         """Says what is slower or less exact here than it could be."""
+        link = self.config.link
+        if link.is_emulated:
+            rate = f"{format_bytes(link.bytes_per_s)}/s" if link.bytes_per_s else "own speed"
+            self._notice(
+                "emulated-link",
+                f"The link is emulated: {rate}, {1e3 * link.latency_s:g} ms latency.",
+            )
         has_draft = self.executor.draft is not None
         fmt = self._draft_source.format if has_draft else self._target.format
         is_unpacked = fmt.group_size is not None and (
@@ -305,9 +300,6 @@ class Engine:
             self._notice(
                 "sampled-memory", "Peak memory is sampled here: a short peak can be missed."
             )
-
-    def _locate(self, expert: ExpertId, plane: Plane) -> tuple[Path, int, int]:
-        return self._target.record_location(expert.layer, plane, expert.expert)
 
     def _tell_once(self, code: str, text: str) -> None:
         if code not in self._told:
@@ -405,6 +397,9 @@ class Engine:
             depth = self.governor  # A seed gives the same text only if K does not change.
         meter.num_prompt_tokens = len(prompt)
         meter.num_cached_tokens = self.state.reuse_prefix(prompt)
+        recorder = self.executor.recorder
+        if recorder is not None:
+            recorder.start_reply(len(prompt))
         history = list(prompt)
         self._num_verified = self.state.num_cached
         try:
@@ -431,11 +426,14 @@ class Engine:
             raise
         finally:
             self.executor.driver.end_reply()
+            if recorder is not None and self.config.trace_path is not None:
+                recorder.write(Path(self.config.trace_path))
 
     def _read_prompt(self, history: list[int], sampler: Sampler) -> Iterator[tuple[int, int]]:
         """Prefills what is not cached and appends the first new token to `history`."""
         total, chunk = len(history), self.config.prefill_chunk_tokens
         logits = None
+        self.executor.obey(self.executor.driver.begin_prefill())
         while self.state.num_cached < total:
             start = self.state.num_cached
             size = self.state.max_pass_tokens(chunk)
@@ -450,6 +448,7 @@ class Engine:
             self._num_verified = self.state.num_cached
             yield (self.state.num_cached, total)
         assert logits is not None
+        self.executor.obey(self.executor.driver.end_prefill())
         history.append(sampler.draw(history, logits[-1]).token)
 
     def _num_draft_tokens(self, depth: DepthPolicy) -> int:
@@ -469,7 +468,7 @@ class Engine:
 
     def _round(self, history: list[int], num_draft: int, sampler: Sampler) -> list[int]:
         """One target pass, with a draft before it where `num_draft` is above 0."""
-        meter = self.executor.meter
+        meter, recorder = self.executor.meter, self.executor.recorder
         before = _round_figures(meter)
         drafted = []
         if num_draft > 0:
@@ -485,9 +484,17 @@ class Engine:
         if drafted:
             meter.num_rounds += 1
             meter.num_accepted += num_accepted
-            self.draft_stage.window.settle()
-        else:
-            self.executor.driver.end_pass()
+        self.executor.end_pass(num_accepted + 1)
+        if recorder is not None:
+            recorder.end_round(
+                TracedRound(
+                    num_drafted=len(drafted),
+                    num_accepted=num_accepted,
+                    draft_s=meter.draft_s - before[0],
+                    verify_s=meter.verify_s - before[1],
+                    stall_s=meter.decode.stall_s - before[2],
+                )
+            )
         self._observe_round(len(drafted), num_accepted, before)
         self._tell_fallbacks()
         return [*(d.token for d in drafted[:num_accepted]), following]

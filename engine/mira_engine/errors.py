@@ -15,6 +15,7 @@
     ├── GenerationError            a reply could not go on
     │   ├── ContextLengthError     the prompt is longer than the context
     │   └── NonFiniteError         nan or infinity in the logits
+    ├── TraceError                 a routing trace is damaged, or of another version
     ├── CancelledError             somebody asked to stop
     └── EngineProcessError         the engine process died or does not answer
 
@@ -112,6 +113,10 @@ class ContextLengthError(GenerationError):
 
 class NonFiniteError(GenerationError):
     """nan or infinity in the logits."""
+
+
+class TraceError(MiraError):
+    """A routing trace is damaged, or of another version."""
 
 
 class CancelledError(MiraError):

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from .checkpoint.store import ExpertStore
+from .checkpoint.store import ExpertStore, StoreManifest
 from .config import EngineConfig, MachineRates, MemoryAmount, format_bytes
 from .errors import BudgetError
 from .events import KProfile, MemoryPlan, Notice
@@ -22,6 +22,10 @@ from .model.facts import gather_facts
 from .policy.alternatives import PlanWishes, choose_plan, usable_memory, usual_budget, with_link
 from .policy.budget import room_for_experts
 from .policy.cost_model import usual_expectations
+from .policy.driver import CacheSetup
+from .policy.eviction import preferred_eviction
+from .policy.rebalance import DEFAULT_HOT_SHARE
+from .policy.regions import MIN_TRANSIENT_SLOTS
 from .policy.speculation import (
     DRAFT_DEPTHS,
     FixedDepth,
@@ -30,7 +34,7 @@ from .policy.speculation import (
 )
 from .profiles import ProfileKey, load_profile
 from .runtime.probe import PROFILE_FILE, MachineProfile, machine_name
-from .types import Precision
+from .types import CacheMode, CachePolicy, Precision
 
 OnNotice = Callable[[Notice], None]
 
@@ -52,6 +56,42 @@ class LoadPlan:
     profile_key: ProfileKey
     profile: KProfile | None
     is_k_chosen: bool
+
+    def cache_setup(
+        self, config: EngineConfig, manifest: StoreManifest, record_bytes: int
+    ) -> CacheSetup:
+        """Returns what the driver is set up with.
+
+        Args:
+            config: Cache policy and eviction.
+            manifest: Of the target's store.
+            record_bytes: Bytes moved for one expert.
+        """
+        memory, policy = self.memory, config.cache_policy
+        num_slots = memory.num_slots
+        num_hot, num_stage = None, None
+        has_regions = policy in (CachePolicy.REGIONS, CachePolicy.STATIC)
+        if has_regions and memory.mode is not CacheMode.RESIDENT and num_slots > 2 * self.top_k:
+            num_hot = int(DEFAULT_HOT_SHARE * num_slots)
+            if policy is CachePolicy.STATIC:
+                num_hot = num_slots - max(MIN_TRANSIENT_SLOTS, self.top_k)
+            elif memory.mode is CacheMode.SMALL:
+                num_hot, num_stage = memory.num_hot_slots, memory.num_stage_slots
+        return CacheSetup(
+            num_layers=manifest.num_layers,
+            num_experts=manifest.num_experts,
+            top_k=self.top_k,
+            num_slots=num_slots,
+            eviction=config.eviction or preferred_eviction(memory.num_draft_tokens),
+            num_hot_slots=num_hot,
+            num_stage_slots=num_stage,
+            mode=CacheMode.LARGE if policy is CachePolicy.STATIC else memory.mode,
+            is_rebalancing=policy is CachePolicy.REGIONS,
+            record_bytes=record_bytes,
+            num_links=config.num_reader_threads,
+            num_reserved_slots=min(2, num_slots - 1),
+            max_predicted=config.num_reader_threads,
+        )
 
     def fixed_depth(self) -> FixedDepth:
         """Returns the plan's K, and why it is that."""

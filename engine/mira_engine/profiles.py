@@ -49,7 +49,7 @@ class ProfileKey:
             machine += f", link {rate} + {link.latency_s:g} s"
         return cls(
             model_revision=model_revision,
-            machine=f"{machine}, {config.dtype}",
+            machine=f"{machine}, {config.dtype}, draft of {config.draft_experts} experts",
             budget_bytes=budget_bytes,
             precision=config.precision,
         )

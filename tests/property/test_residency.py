@@ -9,6 +9,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from mira_engine.policy.base import (
+    AHEAD,
     Decline,
     DeclineReason,
     Evict,
@@ -72,7 +73,7 @@ class ResidencyMachine(RuleBasedStateMachine):
             assert could_go <= self.unused, "somebody else could have gone"
         self.unused.discard(fetch.evicted)
         self.loading[expert] = fetch.slot
-        if reason is FetchReason.LOOKAHEAD:
+        if reason in AHEAD:
             self.unused.add(expert)
 
     @rule()

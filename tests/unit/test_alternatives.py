@@ -17,9 +17,14 @@ from mira_engine.policy.alternatives import (
     usual_budget,
     with_link,
 )
-from mira_engine.policy.budget import DEFAULT_NUM_DRAFT_TOKENS, ModelFacts, plan_memory
-from mira_engine.policy.cost_model import Expectations, ModelWork
-from mira_engine.types import CacheMode, DraftDense, Precision, Strategy
+from mira_engine.policy.budget import (
+    DEFAULT_NUM_DRAFT_TOKENS,
+    ModelFacts,
+    plan_memory,
+    usual_draft_experts,
+)
+from mira_engine.policy.cost_model import BUILTIN_HITS, Expectations, ModelWork
+from mira_engine.types import CacheMode, DraftDense, DraftExperts, Precision, Strategy
 
 MIB = 2**20
 
@@ -77,8 +82,9 @@ def wishes(**fields: object) -> PlanWishes:
 @pytest.mark.parametrize("k", [None, 0])
 def test_without_rates_the_plan_is_the_budgets_own(share, k):
     budget = MemoryAmount(share=share)
+    source = usual_draft_experts(FACTS, budget.resolve(FACTS.reference_bytes))
     assert choose_plan(FACTS, wishes(budget=budget, num_draft_tokens=k), None) == plan_memory(
-        FACTS, budget, k
+        FACTS, budget, k, draft_experts=DraftExperts.ALL if k == 0 else source
     )
 
 
@@ -187,7 +193,7 @@ def test_slots_follow_from_the_memory_and_stay_within_it():
 def test_fewest_bytes_that_suffice_are_the_ones_the_refusal_names():
     for k, minimum in ((0, 4 * MIB), (4, 502 * MIB)):
         needed = FIXED + minimum
-        asked = wishes(memory_bytes=needed, num_draft_tokens=k)
+        asked = wishes(memory_bytes=needed, num_draft_tokens=k, draft_experts=DraftExperts.ALL)
         assert choose_plan(FACTS, asked, MACHINE)[0].total_bytes == needed
         short = replace(asked, memory_bytes=needed - MIB)
         with pytest.raises(BudgetError, match="1\\.0 MiB short") as caught:
@@ -196,6 +202,32 @@ def test_fewest_bytes_that_suffice_are_the_ones_the_refusal_names():
         missing = rows_of(short)[Strategy.SPECULATIVE if k else Strategy.ON_DEMAND]
         assert missing.missing_bytes == MIB
         assert "1.0 MiB short" in missing.reason
+
+
+def test_draft_that_was_asked_for_uses_the_cached_experts_where_all_do_not_fit():
+    for memory in (4, 100, 501):
+        asked = wishes(memory_bytes=FIXED + memory * MIB, num_draft_tokens=4)
+        plan, note = choose_plan(FACTS, asked, None)
+        assert (plan.draft_experts, plan.num_draft_tokens) == (DraftExperts.CACHED, 4)
+        assert plan.num_slots == memory
+        assert not note
+        undecided, note = choose_plan(FACTS, replace(asked, num_draft_tokens=None), None)
+        has_room = memory == 501
+        assert undecided.num_draft_tokens == (4 if has_room else 0)
+        assert bool(note) != has_room
+    with pytest.raises(BudgetError, match="1\\.0 MiB short"):
+        choose_plan(FACTS, wishes(memory_bytes=FIXED + 3 * MIB, num_draft_tokens=4), None)
+    whole = replace(FACTS, target_record_bytes=FACTS.whole_record_bytes)
+    plan, _ = choose_plan(whole, wishes(memory_bytes=FIXED + 900 * MIB), None)
+    assert plan.draft_experts is DraftExperts.ALL, "a slot has no draft of its own"
+
+
+def test_slow_link_makes_the_draft_use_the_cached_experts():
+    asked = wishes(budget=MemoryAmount(share=0.75), num_draft_tokens=4)
+    slow = replace(MACHINE, link_bytes_per_s=MACHINE.link_bytes_per_s / 100)
+    local = Expectations(hits=BUILTIN_HITS)
+    assert choose_plan(FACTS, asked, slow, local)[0].draft_experts is DraftExperts.CACHED
+    assert choose_plan(FACTS, asked, MACHINE, local)[0].draft_experts is DraftExperts.ALL
 
 
 def test_memory_below_the_fixed_costs_names_all_that_is_missing():
@@ -225,6 +257,7 @@ def test_budget_that_is_too_small_is_refused_as_without_memory():
 def test_int8_copies_count_in_what_a_draft_needs():
     facts = replace(FACTS, draft_copy_bytes=50 * MIB)
     asked = wishes(memory_bytes=FIXED + 540 * MIB, num_draft_tokens=4, draft_dense=DraftDense.INT8)
+    asked = replace(asked, draft_experts=DraftExperts.ALL)
     assert rows_of(asked, facts=facts)[Strategy.SPECULATIVE].missing_bytes == 12 * MIB
     enough = replace(asked, memory_bytes=FIXED + 552 * MIB)
     assert choose_plan(facts, enough, None)[0].draft_dense_bytes == 50 * MIB

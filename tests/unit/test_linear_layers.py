@@ -517,6 +517,8 @@ class FakeCausalModel(nn.Module):
 
 
 class FakeState:
+    capacity = 64
+
     def __init__(self) -> None:
         self.cache, self.num_cached = SimpleNamespace(layers=()), 0
 

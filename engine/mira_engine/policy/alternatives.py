@@ -24,6 +24,7 @@ from .budget import (
     plan_memory,
     room_for_experts,
     suggest,
+    usual_draft_experts,
 )
 from .cost_model import CacheRoom, CostModel, Expectations
 
@@ -204,26 +205,47 @@ class _Comparison:
         return rows
 
     def _speculative_row(self) -> PlanAlternative:
+        """The fastest draft of the ones that were left open, or the usual one."""
         wanted = self.wishes.num_draft_tokens
-        if wanted:
-            return self._row(Strategy.SPECULATIVE, wanted)
-        row = self._row(Strategy.SPECULATIVE, DEFAULT_NUM_DRAFT_TOKENS)
-        if row.tpot_s is None:
+        usual = self.usual_draft_experts
+        row = self._row(Strategy.SPECULATIVE, wanted or DEFAULT_NUM_DRAFT_TOKENS, usual)
+        if self.rates is None or self.facts.work is None:
             return row
-        rows = (self._row(Strategy.SPECULATIVE, k) for k in DRAFT_TOKEN_CANDIDATES)
-        return min(rows, key=lambda each: each.tpot_s or 0.0)
+        sources = [self.wishes.draft_experts]
+        if sources[0] is DraftExperts.AUTO:
+            sources = [DraftExperts.ALL]
+            if self.facts.has_own_draft_plane:
+                sources.append(DraftExperts.CACHED)
+        rows = [
+            self._row(Strategy.SPECULATIVE, k, source)
+            for source in sources
+            for k in ([wanted] if wanted else DRAFT_TOKEN_CANDIDATES)
+        ]
+        fitting = [each for each in rows if each.tpot_s is not None]
+        return min(fitting, key=lambda each: each.tpot_s or 0.0) if fitting else row
 
-    def _row(self, strategy: Strategy, k: int) -> PlanAlternative:
+    @property
+    def usual_draft_experts(self) -> DraftExperts:
+        """As asked for, else what is usual in this room."""
+        wanted = self.wishes.draft_experts
+        if wanted is not DraftExperts.AUTO:
+            return wanted
+        is_wanted = bool(self.wishes.num_draft_tokens)
+        return usual_draft_experts(self.facts, self._room(), is_draft_wanted=is_wanted)
+
+    def _row(
+        self, strategy: Strategy, k: int, draft_experts: DraftExperts = DraftExperts.ALL
+    ) -> PlanAlternative:
         is_compact = strategy is Strategy.COMPACT
         facts = self.compact_facts if is_compact else self.facts
         precision = Precision.INT4 if is_compact else self.wishes.precision
         row = PlanAlternative(strategy=strategy, precision=precision, num_draft_tokens=k)
         room = self._room()
-        missing = self._minimum(strategy) - room
+        missing = self._minimum(strategy, draft_experts) - room
         if missing > 0:
             return replace(row, missing_bytes=missing)
         budget = self.wishes.budget or MemoryAmount(num_bytes=room)
-        plan, _ = plan_memory(facts, budget, k, self.wishes.draft_dense, self.wishes.draft_experts)
+        plan, _ = plan_memory(facts, budget, k, self.wishes.draft_dense, draft_experts)
         limit = self.wishes.memory_bytes
         if limit is not None and plan.total_bytes > limit:
             return replace(row, missing_bytes=plan.total_bytes - limit)
@@ -236,11 +258,9 @@ class _Comparison:
         assert self.wishes.memory_bytes is not None
         return room_for_experts(self.facts, self.wishes.memory_bytes)
 
-    def _minimum(self, strategy: Strategy) -> int:
+    def _minimum(self, strategy: Strategy, draft_experts: DraftExperts) -> int:
         if strategy is Strategy.SPECULATIVE:
-            return self.facts.min_bytes_with_draft(
-                self.wishes.draft_dense, self.wishes.draft_experts
-            )
+            return self.facts.min_bytes_with_draft(self.wishes.draft_dense, draft_experts)
         return (self.compact_facts if strategy is Strategy.COMPACT else self.facts).min_bytes
 
     def _predicted(
@@ -256,6 +276,7 @@ class _Comparison:
             draft_read_bytes=facts.draft_record_bytes,
             # A split weight's high half and an INT8 copy are both half of it.
             draft_dense_bytes=dense if plan.draft_dense is DraftDense.TARGET else dense // 2,
+            is_draft_cached=plan.draft_experts is DraftExperts.CACHED,
         )
         model = CostModel(
             rates=self.rates,
@@ -308,7 +329,10 @@ class _Comparison:
         return f"predicted to take {row.tpot_s / chosen.tpot_s:.2f} times as long"
 
     def _shortage(self, row: PlanAlternative) -> str:
-        short, minimum = format_bytes(row.missing_bytes), self._minimum(row.strategy)
+        short, minimum = (
+            format_bytes(row.missing_bytes),
+            self._minimum(row.strategy, self.usual_draft_experts),
+        )
         if self.wishes.budget is None:
             needed = self.facts.fixed_bytes + minimum
             return f"{short} short: it needs {format_bytes(needed)} in all"
@@ -325,7 +349,10 @@ def refusal(
     is_drafting = bool(k)
     minimum = facts.min_bytes
     if is_drafting:
-        minimum = facts.min_bytes_with_draft(wishes.draft_dense, wishes.draft_experts)
+        source = wishes.draft_experts
+        if source is DraftExperts.AUTO and facts.has_own_draft_plane:
+            source = DraftExperts.CACHED  # What needs least.
+        minimum = facts.min_bytes_with_draft(wishes.draft_dense, source)
     if wishes.budget is not None:
         try:
             plan, _ = plan_memory(

@@ -17,7 +17,12 @@ class FetchReason(enum.StrEnum):
 
     MISS = "miss"
     LOOKAHEAD = "lookahead"
+    PREDICTED = "predicted"
     REBALANCE = "rebalance"
+
+
+AHEAD = frozenset((FetchReason.LOOKAHEAD, FetchReason.PREDICTED))
+"""Reasons of what is moved before its layer asks for it."""
 
 
 class SkipReason(enum.StrEnum):

@@ -19,12 +19,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ..types import Eviction, ExpertId, Region, ServedBy
-from .base import Action, Await, Compute, DraftOn, FetchReason
-from .eviction import EVICTION_POLICIES
+from ..types import CacheMode, Eviction, ExpertId, ServedBy
+from .base import Action, Await, Compute, DraftOn, Fetch, FetchReason, Skip, SkipReason
+from .eviction import EVICTION_POLICIES, EvictionPolicy
 from .lookahead import ExpertLookaheadBuffer, IncrementalRoutingPatternAnalyzer
 from .payoff import PrefetchPayoff, PrefetchRound
+from .prediction import PredictiveStaging
 from .prefetch import LayerAwarePrefetchPlanner
+from .rebalance import Rebalancer
 from .residency import ResidencyTable, SlotState
 
 OnDecision = Callable[[str, Sequence[Any], Sequence[Action]], None]
@@ -53,45 +55,83 @@ class CacheSetup:
     Attributes:
         num_layers: MoE layers.
         num_experts: Routed experts of a layer.
+        top_k: Experts of a token in a layer.
         num_slots: Slots of the device.
-        eviction: Which resident experts are given up first.
+        eviction: Which resident experts are given up first; with regions, those of STAGE.
         record_bytes: Bytes moved for one expert.
         num_links: Records that move at the same time.
         num_reserved_slots: Slots that a prefetch leaves for misses.
         max_window_bytes: Most bytes prefetched in one draft window, `None` for no cap.
+        num_hot_slots: Slots of HOT, `None` for one pool without regions.
+        num_stage_slots: Slots of STAGE, `None` for what HOT and the misses leave.
+        mode: Whether STAGE entries stay until their slot is wanted.
+        is_rebalancing: Whether HOT follows the demand.
+        max_predicted: Most predicted records under way at a time.
     """
 
     num_layers: int
     num_experts: int
+    top_k: int
     num_slots: int
     eviction: Eviction
     record_bytes: int
     num_links: int = 1
     num_reserved_slots: int = 0
     max_window_bytes: int | None = None
+    num_hot_slots: int | None = None
+    num_stage_slots: int | None = None
+    mode: CacheMode = CacheMode.LARGE
+    is_rebalancing: bool = True
+    max_predicted: int = 2
 
 
 class ExpertCacheDriver:
     """Decides which experts are computed, fetched, kept and given up.
 
+    Args:
+        setup: What it decides for.
+        eviction: Orders victims in place of the setup's policy, for simulated baselines.
+
     Attributes:
         residency: Slots and their experts; changed by nobody else.
         lookahead: What the draft's routers chose in this window.
+        planner: Plans a draft window's batches.
+        rebalancer: Chooses the HOT experts.
+        payoff: Whether what drafts announce is worth moving ahead.
+        prediction_payoff: Whether what heads predict is.
         on_decision: Told everything, `None` for nobody.
     """
 
-    def __init__(self, setup: CacheSetup) -> None:
-        self.residency = ResidencyTable(setup.num_slots, EVICTION_POLICIES[setup.eviction]())
+    def __init__(self, setup: CacheSetup, eviction: EvictionPolicy | None = None) -> None:
+        self._setup = setup
+        self.residency = ResidencyTable(
+            setup.num_slots,
+            eviction or EVICTION_POLICIES[setup.eviction](),
+            num_hot_slots=setup.num_hot_slots,
+            num_stage_slots=setup.num_stage_slots,
+            mode=setup.mode,
+        )
         self.lookahead = ExpertLookaheadBuffer(setup.num_layers, setup.num_experts)
         self.planner = LayerAwarePrefetchPlanner(
             setup.record_bytes,
             num_reserved_slots=setup.num_reserved_slots,
             max_window_bytes=setup.max_window_bytes,
         )
+        self.rebalancer = Rebalancer()
         self.payoff = PrefetchPayoff()
+        self.prediction_payoff = PrefetchPayoff()
         self.on_decision: OnDecision | None = None
         self._analyzer = IncrementalRoutingPatternAnalyzer(self.lookahead)
-        self._num_links = setup.num_links
+        self._staging = PredictiveStaging(setup.top_k, max_outstanding=setup.max_predicted)
+        self._has_regions = setup.num_hot_slots is not None
+        self._is_prediction_wanted = True
+        self._ahead: dict[ExpertId, FetchReason] = {}
+        """What was moved ahead and not used yet."""
+        self._moved = {FetchReason.LOOKAHEAD: 0, FetchReason.PREDICTED: 0}
+        self._used = dict(self._moved)
+        self._last_counts: dict[ExpertId, int] = {}
+        """Routed tokens of the prompt's last pass."""
+        self._layer = 0
         self._tokens_of: dict[ExpertId, int] = {}
         self._missing: list[ExpertId] = []
         self._waiting: dict[ExpertId, Compute] = {}
@@ -102,6 +142,20 @@ class ExpertCacheDriver:
     def is_layer_open(self) -> bool:
         """Whether the layer that was entered still needs experts that are not there."""
         return bool(self._waiting or self._missing)
+
+    @property
+    def has_layer_ends(self) -> bool:
+        """Whether `leave_layer` does anything for a layer that was whole from the start."""
+        return self._has_regions
+
+    @property
+    def is_prediction_wanted(self) -> bool:
+        """Whether `predict` would move anything in this pass."""
+        return self._is_prediction_wanted and self.residency.num_used < self._num_all_experts
+
+    @property
+    def _num_all_experts(self) -> int:
+        return self._setup.num_layers * self._setup.num_experts
 
     # -- one layer of a target pass --------------------------------------------------------
 
@@ -119,25 +173,61 @@ class ExpertCacheDriver:
             are there, all are pinned until they are computed.
         """
         residency = self.residency
+        self._layer = layer
         self._tokens_of = {ExpertId(layer, expert): count for expert, count in demand}
         is_whole = all(map(residency.is_ready, self._tokens_of))
         actions: list[Action] = []
         for expert, num_tokens in self._tokens_of.items():
             slot = residency.slot_of(expert)
+            served_by = residency.served_by(expert)
+            if self._has_regions:
+                self.rebalancer.observe_routing(expert, num_tokens, served_by)
             if slot is None:
                 self._missing.append(expert)
                 continue
             if not is_whole:
                 self._pin(expert)
-            served_by = ServedBy.STAGE if residency.region(slot) is Region.STAGE else ServedBy.HOT
+            if self._ahead:
+                self._note_use(expert)
             found = Compute(expert, slot, num_tokens, served_by, residency.use(expert))
             if residency.state(slot) is SlotState.READY:
                 actions.append(found)
             else:
                 self._waiting[expert] = found
                 actions.append(Await(expert, slot))
+        if residency.is_prefilling:
+            self._last_counts.update(self._tokens_of)
         self._missing.sort(key=lambda e: (-self._tokens_of[e], e.expert))
         return actions + self._fetch_missing()
+
+    @_observation
+    def predict(
+        self, layer: int, picks: Sequence[tuple[int, float]], num_tokens: int
+    ) -> list[Action]:
+        """Heads expect these experts in a later layer. After `enter_layer` of the present one.
+
+        Args:
+            layer: The later layer.
+            picks: Experts and their expected shares of the routed tokens, likeliest first.
+            num_tokens: Tokens of the pass.
+
+        Returns:
+            Fetches to submit; skips and declines, each with its reason.
+        """
+        actions = self._staging.stage(layer, picks, num_tokens, self.residency, self._tokens_of)
+        self._note_moves(actions)
+        return actions
+
+    def _note_moves(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Fetch):
+                self._ahead[action.expert] = action.reason
+                self._moved[action.reason] += 1
+
+    def _note_use(self, expert: ExpertId) -> None:
+        reason = self._ahead.pop(expert, None)
+        if reason is not None:
+            self._used[reason] += 1
 
     @_observation
     def landed(self, slot: int) -> list[Action]:
@@ -179,7 +269,7 @@ class ExpertCacheDriver:
         self._pinned.clear()
         self._waiting.clear()
         self._missing.clear()
-        return []
+        return self.residency.leave_layer(self._layer) if self._has_regions else []
 
     def _fetch_missing(self) -> list[Action]:
         fetches: list[Action] = []
@@ -200,19 +290,15 @@ class ExpertCacheDriver:
         self.residency.pin(expert)
         self._pinned.add(expert)
 
-    # -- drafting and passes ---------------------------------------------------------------
+    # -- drafting --------------------------------------------------------------------------
 
     @_observation
-    def begin_draft(
-        self, num_tokens: int, is_prefetching: bool, link_bytes: int, link_s: float
-    ) -> list[Action]:
+    def begin_draft(self, num_tokens: int, is_prefetching: bool) -> list[Action]:
         """A draft window begins: the counters are cleared.
 
         Args:
             num_tokens: K.
             is_prefetching: Whether anything may be moved ahead.
-            link_bytes: Bytes that landed since the window before.
-            link_s: Seconds that moving them took, each record's counted for itself.
 
         Returns:
             `DraftOn` up to the first boundary, if there is one.
@@ -220,7 +306,6 @@ class ExpertCacheDriver:
         self._analyzer.clear()
         if not is_prefetching or not self.payoff.begin_round():
             return []
-        self.planner.observe_transfer(link_bytes, link_s / self._num_links)
         return [DraftOn(self.planner.begin(num_tokens))]
 
     @_observation
@@ -242,6 +327,7 @@ class ExpertCacheDriver:
             self._analyzer.snapshot(), self.residency, num_drafted=num_drafted
         )
         actions = list(batch.actions)
+        self._note_moves(actions)
         if batch.next_chunk:
             actions.append(DraftOn(batch.next_chunk))
         return actions
@@ -253,32 +339,60 @@ class ExpertCacheDriver:
         self.planner.observe_draft(num_drafted, draft_s)
         return []
 
+    # -- passes and replies ----------------------------------------------------------------
+
+    @_observation
+    def begin_prefill(self) -> list[Action]:
+        """A prompt is read from now on: HOT keeps its experts."""
+        self.residency.begin_prefill()
+        self._last_counts.clear()
+        return []
+
+    @_observation
+    def end_prefill(self) -> list[Action]:
+        """The prompt is read. Returns the swaps that warm HOT by what its end was routed to."""
+        self.residency.end_prefill()
+        if not self._is_rebalanced:
+            return []
+        return self.rebalancer.warm(self.residency, self._last_counts)
+
     @_observation
     def end_pass(
-        self, num_prefetched: int = 0, num_used: int = 0, planning_s: float = 0.0
+        self, num_tokens: int, link_bytes: int = 0, link_s: float = 0.0, ahead_s: float = 0.0
     ) -> list[Action]:
-        """The pass that prefetches were made for is over; unused ones have no claim.
+        """A target pass is over; what was moved ahead for it and not used has no claim.
 
         Args:
-            num_prefetched: Records moved for it ahead.
-            num_used: Of those, the ones it used.
-            planning_s: Seconds that planning took.
+            num_tokens: Tokens that it went on by.
+            link_bytes: Bytes that landed since the pass before.
+            link_s: Seconds that moving them took, each record's counted for itself.
+            ahead_s: Seconds that planning and predicting took.
+
+        Returns:
+            The rebalancer's swaps, where its interval is over.
         """
+        self.planner.observe_transfer(link_bytes, link_s / self._setup.num_links)
+        self._judge(self.payoff, FetchReason.LOOKAHEAD, ahead_s)
+        self._judge(self.prediction_payoff, FetchReason.PREDICTED, ahead_s)
+        self._ahead.clear()
+        self._staging.begin_pass()
+        self._is_prediction_wanted = self.prediction_payoff.begin_round()
         self.residency.end_window()
-        record_s = self.planner.record_s
-        if num_prefetched and record_s is not None:
-            # Whoever misses one record waits for all of its time, links beside it or not.
-            saved_s = num_used * record_s * self._num_links
-            spent_s = (num_prefetched - num_used) * record_s + planning_s
-            self.payoff.observe(
-                PrefetchRound(
-                    num_prefetched=num_prefetched,
-                    num_used=num_used,
-                    saved_s=saved_s,
-                    spent_s=spent_s,
-                )
-            )
-        return []
+        if not self._is_rebalanced:
+            return []
+        self.rebalancer.observe_tokens(num_tokens)
+        return self.rebalancer.decide(self.residency) if self.rebalancer.is_due() else []
+
+    @_observation
+    def fill_hot(self, experts: Sequence[tuple[int, int]]) -> list[Action]:
+        """Fetches experts, given as layer and number, into HOT while it has room."""
+        actions: list[Action] = []
+        for layer, expert in experts:
+            wanted = ExpertId(layer, expert)
+            if self.residency.slot_of(wanted) is None:
+                fetch = self.residency.admit(wanted, FetchReason.REBALANCE)
+                actions.append(fetch or Skip(wanted, SkipReason.NO_ROOM))
+        return actions
 
     @_observation
     def end_reply(self) -> list[Action]:
@@ -286,5 +400,29 @@ class ExpertCacheDriver:
         for slot in self._failed:
             self.residency.abandon(slot)
         self._failed.clear()
+        self._ahead.clear()
+        self._staging.begin_pass()
         self.residency.end_window()
+        self.residency.end_prefill()
         return []
+
+    @property
+    def _is_rebalanced(self) -> bool:
+        return self._has_regions and self._setup.is_rebalancing
+
+    def _judge(self, payoff: PrefetchPayoff, reason: FetchReason, ahead_s: float) -> None:
+        """Tells what records moved ahead for the pass were good for."""
+        num_moved, num_used = self._moved[reason], self._used[reason]
+        self._moved[reason] = self._used[reason] = 0
+        record_s = self.planner.record_s
+        if not num_moved or record_s is None:
+            return
+        payoff.observe(
+            PrefetchRound(
+                num_prefetched=num_moved,
+                num_used=num_used,
+                # Whoever misses one record waits for all of its time, links beside it or not.
+                saved_s=num_used * record_s * self._setup.num_links,
+                spent_s=(num_moved - num_used) * record_s + ahead_s,
+            )
+        )

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from ..types import CacheMode, ExpertId, Region
-from .base import FetchReason
+from .base import AHEAD, FetchReason
 from .eviction import EvictionPolicy
 
 MIN_TRANSIENT_SLOTS = 2
@@ -136,7 +136,7 @@ class Regions:
         Predictions come in batches that protect the same experts. Those met on the way are
         claimed for the running window, so that each is passed over once a window.
         """
-        if reason is not FetchReason.LOOKAHEAD:
+        if reason not in AHEAD:
             return next((e for e in self._order.victims() if e not in protected), None)
         while self.may_enter(reason):
             expert = next(self._order.victims(), None)

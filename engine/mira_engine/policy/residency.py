@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterator
 
 from ..types import CacheMode, ExpertId, Region, ServedBy
 from .base import (
+    AHEAD,
     Action,
     Decline,
     DeclineReason,
@@ -160,6 +161,11 @@ class ResidencyTable:
         return self._is_prefilling
 
     @property
+    def num_loading(self) -> int:
+        """Slots that a record is on its way to."""
+        return self._state.count(SlotState.LOADING)
+
+    @property
     def num_used(self) -> int:
         """Slots that are not free."""
         return self.num_slots - len(self._free)
@@ -200,8 +206,8 @@ class ResidencyTable:
             if evicted is None:
                 return None
         slot = self._give_slot(expert, evicted)
-        self._region[slot] = Region.STAGE if reason is FetchReason.LOOKAHEAD else Region.HOT
-        self._is_prefetched[slot] = reason is FetchReason.LOOKAHEAD
+        self._region[slot] = Region.STAGE if reason in AHEAD else Region.HOT
+        self._is_prefetched[slot] = reason in AHEAD
         if reason is FetchReason.MISS:
             self._eviction.on_miss(expert)
         self._eviction.on_admit(expert)
@@ -223,7 +229,7 @@ class ResidencyTable:
                 return None
         slot = self._give_slot(expert, evicted)
         self._region[slot] = regions.enter(expert, reason)
-        self._is_prefetched[slot] = reason is FetchReason.LOOKAHEAD
+        self._is_prefetched[slot] = reason in AHEAD
         return Fetch(expert, slot, reason, evicted)
 
     def _give_slot(self, expert: ExpertId, evicted: ExpertId | None) -> int:

@@ -198,10 +198,7 @@ class BatchDecoder:
                 meter.num_accepted += num_accepted
         self.state.keep(logits.shape[1], kept)
         meter.verify_s += time.perf_counter() - started
-        if any(drafted):
-            self._window.settle()
-        else:
-            self._executor.driver.end_pass()
+        self._executor.end_pass(sum(map(len, new_tokens)))
         return new_tokens
 
     def _verify(self, candidates: Sequence[Sequence[int]], phase: Phase) -> torch.Tensor:

@@ -3,7 +3,7 @@
 The draft runs the target's own attention, norms and embeddings on the shared cache as a
 scratch extension, which is removed at the end. Its router choices fill the lookahead
 buffer; at each boundary the driver makes a batch of fetches of it. Measures what the driver
-needs to know: seconds per drafted token and per record, and what batches were good for.
+needs to know: seconds per drafted token.
 
 Source: Specter, State Manager, Incremental Routing Pattern Analyzer, and Layer-Aware
 Prefetch Planner.
@@ -19,7 +19,6 @@ from ..policy.base import Action, DraftOn
 from ..types import Phase
 from .executor import ExpertExecutor
 from .passes import ModelPasses
-from .telemetry import TrafficCounters
 
 
 class DraftWindow:
@@ -37,27 +36,12 @@ class DraftWindow:
         self._boundary: int | None = None
         self._started = 0.0
         self._planning_s = 0.0
-        self._seen: tuple[TrafficCounters, int, float] | None = None
-        """Counters, and their bytes and seconds that the driver knows already."""
-        self._before = (0, 0)
-        """Records prefetched, and of those used, before this round."""
 
     def begin(self, num_passes: int) -> None:
         """A window of so many draft passes begins."""
         self._started = time.perf_counter()
         self._planning_s = 0.0
-        traffic = self._executor.meter.decode
-        self._before = traffic.num_prefetched, traffic.num_prefetch_used
-        if self._seen is None or self._seen[0] is not traffic:  # Another reply's.
-            self._seen = traffic, 0, 0.0
-        _, num_bytes, transfer_s = self._seen
-        self._seen = traffic, traffic.num_bytes, traffic.transfer_s
-        actions = self._driver.begin_draft(
-            num_passes,
-            self._is_prefetch_enabled,
-            traffic.num_bytes - num_bytes,
-            traffic.transfer_s - transfer_s,
-        )
+        actions = self._driver.begin_draft(num_passes, self._is_prefetch_enabled)
         self._boundary = _boundary(0, actions)
 
     def advance(self, num_passes: int) -> None:
@@ -70,6 +54,7 @@ class DraftWindow:
         actions = self._driver.reach_boundary(num_passes, self._driver.lookahead.snapshot())
         executor.obey(actions)
         self._planning_s += time.perf_counter() - started
+        executor.meter.decode.ahead_s += time.perf_counter() - started
         self._boundary = _boundary(num_passes, actions)
 
     def end(self, num_passes: int, num_drafted: int) -> None:
@@ -78,16 +63,6 @@ class DraftWindow:
         self._executor.meter.draft_s += elapsed
         self._executor.meter.num_drafted += num_drafted
         self._driver.end_draft(num_passes, elapsed - self._planning_s)
-
-    def settle(self) -> None:
-        """Tells what this round's batches were good for. Called once it is verified."""
-        traffic = self._executor.meter.decode
-        num_prefetched, num_used = self._before
-        self._driver.end_pass(
-            traffic.num_prefetched - num_prefetched,
-            traffic.num_prefetch_used - num_used,
-            self._planning_s,
-        )
 
 
 def _boundary(num_passes: int, actions: Sequence[Action]) -> int | None:

@@ -21,8 +21,20 @@ from mira_kernels.dispatch import linear
 
 from ..checkpoint.formats import BoundExpert
 from ..errors import check_cancelled
-from ..policy.base import Action, Await, Compute, Fetch, FetchReason
+from ..policy.base import (
+    AHEAD,
+    Action,
+    Await,
+    Compute,
+    Decline,
+    Evict,
+    Fetch,
+    FetchReason,
+    Skip,
+)
 from ..policy.driver import ExpertCacheDriver
+from ..predictor.bank import PredictorBank
+from ..trace import TraceRecorder
 from ..types import ExpertId, Phase, ServedBy
 from .fused import FusedExperts, FusedPlan, lookahead_counts
 from .slots import DraftArena, SlotDraft
@@ -61,10 +73,15 @@ class ExpertExecutor:
         self.phase = Phase.PREFILL
         self.meter = ReplyMeter()
         self.is_cancelled: Callable[[], bool] = _never
+        self.recorder: TraceRecorder | None = None
         self._bind = bind
         self._fused: FusedExperts | None = None
         self._counts: list[torch.Tensor] = []
         self._is_draft_in_slots = False
+        self.predictor: PredictorBank | None = None
+        """Tells what a later layer will need; used where the driver finds it worth it."""
+        self._seen: tuple[TrafficCounters, int, float, float] | None = None
+        """Counters, and what of them the driver knows already."""
 
     def __call__(
         self,
@@ -91,6 +108,8 @@ class ExpertExecutor:
             StoreError: A record could not be read.
         """
         check_cancelled(self.is_cancelled)
+        if self.recorder is not None:
+            self.recorder.record_layer(self.phase, layer, top_k_index.tolist())
         fused = self._fused
         if fused is not None and not fused.takes(hidden):
             fused = None
@@ -101,7 +120,7 @@ class ExpertExecutor:
             plan = FusedPlan(fused, hidden, top_k_index)
         else:
             plan = _LayerPlan(module, hidden, top_k_index, self._bind)
-        self._run_target(layer, plan)
+        self._run_target(layer, plan, hidden, top_k_index)
         return plan.combine(top_k_weights).to(hidden.dtype)
 
     def use_fused(self, fused: FusedExperts) -> None:
@@ -140,12 +159,23 @@ class ExpertExecutor:
         plan.compute(present)
         return plan.combine(top_k_weights).to(hidden.dtype)
 
-    def _run_target(self, layer: int, plan: FusedPlan | _LayerPlan) -> None:
+    def _run_target(
+        self,
+        layer: int,
+        plan: FusedPlan | _LayerPlan,
+        hidden: torch.Tensor,
+        top_k_index: torch.Tensor,
+    ) -> None:
         """Computes a layer's experts as they are there, until all are."""
         driver = self.driver
         ready = self.obey(driver.enter_layer(layer, plan.demand()))
-        if not driver.is_layer_open:  # Nothing moves meanwhile, so nothing is pinned.
+        is_open = driver.is_layer_open
+        if self.predictor is not None and driver.is_prediction_wanted:
+            self._stage_predicted(layer, hidden, top_k_index)
+        if not is_open:  # Nothing of this layer moves meanwhile, so nothing is pinned.
             plan.compute(ready)
+            if driver.has_layer_ends:
+                self.obey(driver.leave_layer())
             return
         try:
             ready += self.collect(self.transfer.poll())
@@ -157,7 +187,33 @@ class ExpertExecutor:
                     return
                 ready = self._await_some()
         finally:
-            driver.leave_layer()
+            self.obey(driver.leave_layer())
+
+    def _stage_predicted(self, layer: int, hidden: torch.Tensor, top_k_index: torch.Tensor) -> None:
+        """Fetches what the predictor expects in a later layer."""
+        started = time.perf_counter()
+        predictor = self.predictor
+        assert predictor is not None
+        picks = predictor.predict(layer, hidden, top_k_index)
+        if picks:
+            target = layer + predictor.facts.offset
+            self.obey(self.driver.predict(target, picks, hidden.shape[0]))
+        self._traffic().ahead_s += time.perf_counter() - started
+
+    def end_pass(self, num_tokens: int) -> None:
+        """A target pass is over, on which the text goes on by `num_tokens`."""
+        traffic = self._traffic()
+        if self._seen is None or self._seen[0] is not traffic:  # Another reply's.
+            self._seen = traffic, 0, 0.0, 0.0
+        _, num_bytes, transfer_s, ahead_s = self._seen
+        self._seen = traffic, traffic.num_bytes, traffic.transfer_s, traffic.ahead_s
+        actions = self.driver.end_pass(
+            num_tokens,
+            traffic.num_bytes - num_bytes,
+            traffic.transfer_s - transfer_s,
+            traffic.ahead_s - ahead_s,
+        )
+        self.obey(actions)
 
     def _await_some(self) -> list[tuple[ExpertId, int]]:
         """Waits for a record. Returns experts that can be computed now."""
@@ -194,9 +250,14 @@ class ExpertExecutor:
                 case Fetch(expert, slot, reason, evicted):
                     if evicted is not None and self._is_draft_in_slots:
                         self._fused.remove(evicted)
+                    traffic.num_prefetched += reason in AHEAD
                     is_demand = reason is FetchReason.MISS
-                    traffic.num_prefetched += not is_demand
                     self.transfer.submit(expert, slot, is_demand=is_demand)
+                case Evict(expert):
+                    if self._is_draft_in_slots:
+                        self._fused.remove(expert)
+                case Skip() | Decline():
+                    traffic.num_skipped += 1
         return ready
 
     def collect(self, landed: Sequence[Completion]) -> list[tuple[ExpertId, int]]:

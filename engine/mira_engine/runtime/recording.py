@@ -233,7 +233,7 @@ class BatchRecording:
             use_cache=True,
             logits_to_keep=1,
         ).logits
-        self._executor.driver.end_pass()
+        self._executor.end_pass(1)
         return logits[:, -1].argmax(dim=-1)
 
 

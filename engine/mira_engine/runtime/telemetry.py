@@ -26,8 +26,10 @@ class TrafficCounters:
     num_records: int = 0
     num_prefetched: int = 0
     num_prefetch_used: int = 0
+    num_skipped: int = 0
     num_bytes: int = 0
     transfer_s: float = 0.0
+    ahead_s: float = 0.0
     stall_s: float = 0.0
 
 
