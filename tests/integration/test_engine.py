@@ -155,7 +155,7 @@ def test_draft_with_cached_experts_is_the_whole_draft_where_all_are_resident(
 
 
 def test_nested_moves_half_of_what_int8_moves(load: Callable[..., Engine]) -> None:
-    nested = load()
+    nested = load(draft_experts=DraftExperts.ALL)
     int8 = load(precision=Precision.INT8)
     assert nested.transfer.record_bytes * 2 <= int8.transfer.record_bytes + 4096
     for engine in (nested, int8):
@@ -405,7 +405,7 @@ def test_more_memory_than_is_free_is_refused(
     class Little:
         available = 2**20
 
-    monkeypatch.setattr("mira_engine.engine.psutil.virtual_memory", Little)
+    monkeypatch.setattr("mira_engine.load_plan.psutil.virtual_memory", Little)
     with pytest.raises(BudgetError, match="short"):
         load()
 

@@ -17,7 +17,7 @@ from mira_engine.policy.speculation import RoundObservation
 from mira_engine.prepare import prepare
 from mira_engine.profiles import save_profile
 from mira_engine.profiling import Sweep, profile_model
-from mira_engine.types import CompileMode, ComputeDtype, Precision
+from mira_engine.types import CompileMode, ComputeDtype, DraftExperts, Precision
 
 CHAT = [ChatMessage(role="user", content="Hello, who are you?")]
 CONFIG = EngineConfig(
@@ -108,7 +108,7 @@ def test_sweep_measures_every_k_in_every_round(home: ModelHome) -> None:
 
 def test_budget_without_room_for_a_draft_measures_k_0_alone(home: ModelHome) -> None:
     notices: list[Notice] = []
-    config = replace(CONFIG, budget=MemoryAmount(share=0.5))
+    config = replace(CONFIG, budget=MemoryAmount(share=0.5), draft_experts=DraftExperts.ALL)
     found = profile_model(
         home, config, SMALL, cache_dir=None, on_notice=notices.append,
         on_progress=lambda *_: None,
