@@ -123,9 +123,12 @@ class ReplyStats:
         decode_s: Seconds from the first token to the last.
         num_hits: Routed tokens (token x expert) after prefill served by a resident expert.
         num_misses: Routed tokens after prefill whose expert had to be fetched.
+        num_stage_hits: Of the hits, by an expert labelled STAGE.
         num_prefetch_hits: Of the hits, by an expert that a prefetch brought.
         num_records_loaded: Records moved to the device after prefill.
         num_records_prefetched: Of those, submitted before they were needed.
+        num_prefetch_used: Of the prefetched, used by the pass they were moved for.
+        num_prefetch_skipped: Experts expected ahead that were there, or had no room.
         bytes_moved: Bytes of those records.
         prefill_bytes_moved: Bytes of records moved during prefill.
         stall_s: Seconds after prefill in which compute waited for a record.
@@ -150,9 +153,12 @@ class ReplyStats:
     decode_s: float = 0.0
     num_hits: int = 0
     num_misses: int = 0
+    num_stage_hits: int = 0
     num_prefetch_hits: int = 0
     num_records_loaded: int = 0
     num_records_prefetched: int = 0
+    num_prefetch_used: int = 0
+    num_prefetch_skipped: int = 0
     bytes_moved: int = 0
     prefill_bytes_moved: int = 0
     stall_s: float = 0.0

@@ -78,6 +78,9 @@ class LayerAwarePrefetchPlanner:
         max_window_bytes: Most bytes submitted in one window, `None` for no cap.
     """
 
+    max_batches: int | None = None
+    """Most batches of a window, the last of which fills what room is left; for comparisons."""
+
     def __init__(
         self,
         record_bytes: int,
@@ -93,6 +96,7 @@ class LayerAwarePrefetchPlanner:
         self._draft_s = MovingAverage()
         self._record_s = MovingAverage()
         self._num_draft_tokens = 0
+        self._num_batches = 0
         self._num_submitted = 0
         self._outstanding: set[ExpertId] = set()
         self.phase = PrefetchPhase.COLD_START
@@ -121,6 +125,7 @@ class LayerAwarePrefetchPlanner:
         """Begins a window of K tokens. Returns the tokens of the cold start."""
         self._num_draft_tokens = num_draft_tokens
         self._num_submitted = 0
+        self._num_batches = 0
         self.phase = PrefetchPhase.COLD_START
         return min(first_boundary(num_draft_tokens), num_draft_tokens)
 
@@ -147,7 +152,9 @@ class LayerAwarePrefetchPlanner:
                 else:
                     actions.append(Skip(expert, SkipReason.RESIDENT))
         room = max(0, _num_giveable(residency, needed) - self._num_reserved_slots)
-        is_final = remaining <= 0 or len(wanted) >= room
+        self._num_batches += 1
+        is_last = self._num_batches == self.max_batches
+        is_final = remaining <= 0 or len(wanted) >= room or is_last
         self.phase = PrefetchPhase.FINAL_CLEANUP if is_final else PrefetchPhase.PREFETCH_OVERLAP
         chosen, left = self._select(wanted, room, None if is_final else remaining)
         for _, expert in chosen:

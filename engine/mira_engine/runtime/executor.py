@@ -242,6 +242,8 @@ class ExpertExecutor:
                         traffic.num_misses += num_tokens
                         continue
                     traffic.num_hits += num_tokens
+                    if served_by is ServedBy.STAGE:
+                        traffic.num_stage_hits += num_tokens
                     if is_prefetched:
                         traffic.num_prefetch_hits += num_tokens
                         traffic.num_prefetch_used += 1

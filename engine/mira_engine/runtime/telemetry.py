@@ -21,6 +21,7 @@ class TrafficCounters:
     """Routed tokens by what served them, and what was moved for them."""
 
     num_hits: int = 0
+    num_stage_hits: int = 0
     num_prefetch_hits: int = 0
     num_misses: int = 0
     num_records: int = 0
@@ -81,9 +82,12 @@ class ReplyMeter:
             decode_s=last - first if first is not None and last is not None else 0.0,
             num_hits=traffic.num_hits,
             num_misses=traffic.num_misses,
+            num_stage_hits=traffic.num_stage_hits,
             num_prefetch_hits=traffic.num_prefetch_hits,
             num_records_loaded=traffic.num_records,
             num_records_prefetched=traffic.num_prefetched,
+            num_prefetch_used=traffic.num_prefetch_used,
+            num_prefetch_skipped=traffic.num_skipped,
             bytes_moved=traffic.num_bytes,
             prefill_bytes_moved=self.prefill.num_bytes,
             stall_s=traffic.stall_s,
