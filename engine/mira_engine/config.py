@@ -18,6 +18,7 @@ from .types import (
     DraftDense,
     DraftExperts,
     Eviction,
+    Lookahead,
     Precision,
 )
 
@@ -177,6 +178,7 @@ class EngineConfig:
         num_threads: Threads of the arithmetic, `None` for all physical cores but one.
         eviction: Which resident experts are given up first; `None` chooses by K.
         cache_policy: How slots are shared out.
+        lookahead: When what a draft's routers choose is fetched.
         is_predicting: Whether predictor heads, where there are some, load experts ahead.
         compile_mode: Whether native kernels and compiled steps are made and used.
         draft_experts: Which routed experts a draft computes with.
@@ -200,6 +202,7 @@ class EngineConfig:
     num_threads: int | None = None
     eviction: Eviction | None = None
     cache_policy: CachePolicy = CachePolicy.AUTO
+    lookahead: Lookahead = Lookahead.AUTO
     is_predicting: bool = True
     compile_mode: CompileMode = CompileMode.AUTO
     draft_experts: DraftExperts = DraftExperts.AUTO

@@ -39,11 +39,11 @@ from .policy.speculation import (
 )
 from .profiles import ProfileKey, load_profile
 from .runtime.probe import PROFILE_FILE, MachineProfile, machine_name
-from .types import CacheMode, CachePolicy, DraftExperts, Precision
+from .types import CacheMode, CachePolicy, DraftExperts, Lookahead, Precision
 
 OnNotice = Callable[[Notice], None]
 
-FIRST_CACHED_DRAFT_TOKENS = 2
+FIRST_CACHED_DRAFT_TOKENS = 1
 """K of the first rounds of a draft with the cached experts. Measured 2026-11-30 as
 `MIN_CACHED_SHARE` was: K = 1, 2, 4 take 24.0, 24.7 and 28.7 ms a token on the slow link, 26.1,
 21.2 and 26.3 on the disk."""
@@ -94,7 +94,11 @@ class LoadPlan:
             num_experts=manifest.num_experts,
             top_k=self.top_k,
             num_slots=num_slots,
-            eviction=config.eviction or preferred_eviction(memory.num_draft_tokens),
+            eviction=config.eviction
+            or preferred_eviction(
+                memory.num_draft_tokens,
+                is_draft_cached=memory.draft_experts is DraftExperts.CACHED,
+            ),
             num_hot_slots=num_hot,
             num_stage_slots=num_stage,
             mode=CacheMode.LARGE if policy is CachePolicy.STATIC else memory.mode,
@@ -103,6 +107,7 @@ class LoadPlan:
             num_links=config.num_reader_threads,
             num_reserved_slots=min(2, num_slots - 1),
             max_predicted=config.num_reader_threads,
+            is_lookahead_immediate=config.lookahead is not Lookahead.BATCHES,
         )
 
     def fixed_depth(self) -> FixedDepth:

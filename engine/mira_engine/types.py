@@ -83,6 +83,14 @@ class CachePolicy(enum.StrEnum):
     STATIC = "static"
 
 
+class Lookahead(enum.StrEnum):
+    """When what a draft's routers choose is fetched: at once, or in batches at boundaries."""
+
+    AUTO = "auto"
+    AT_ONCE = "at-once"
+    BATCHES = "batches"
+
+
 class Plane(enum.StrEnum):
     """A part of an expert that moves by itself."""
 

@@ -382,6 +382,7 @@ def _register_fakes() -> None:
             weights.shape[0], rows.shape[1], dtype=torch.bfloat16
         ),
         "draft_experts": lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format),
+        "predict_experts": lambda x, *rest: x.new_empty(rest[-1], dtype=torch.float32),
         "attend": attend,
         "attend_cached_": lambda query, _k, _v, keys, values, *_: attend(query, keys, values),
     }

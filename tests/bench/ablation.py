@@ -57,6 +57,7 @@ from mira_engine.types import (
     DraftExperts,
     Eviction,
     ExpertId,
+    Lookahead,
     Precision,
 )
 
@@ -64,6 +65,7 @@ RATIOS = {"disk": None, "ratio3": 3.0, "ratio10": 10.0}
 
 PLAIN = {"num_draft_tokens": 0, "cache_policy": CachePolicy.POOL, "is_predicting": False}
 SPECULATING = {"num_draft_tokens": 4, "draft_experts": DraftExperts.ALL, "is_predicting": False}
+SPECULATING |= {"lookahead": Lookahead.BATCHES}
 ROWS: dict[str, dict[str, object]] = {
     "lru": PLAIN | {"eviction": Eviction.LRU, "is_prefetch_enabled": False},
     "static": PLAIN | {"cache_policy": CachePolicy.STATIC, "is_prefetch_enabled": False},

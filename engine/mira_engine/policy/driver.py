@@ -67,6 +67,9 @@ class CacheSetup:
         mode: Whether STAGE entries stay until their slot is wanted.
         is_rebalancing: Whether HOT follows the demand.
         max_predicted: Most predicted records under way at a time.
+        is_lookahead_immediate: Whether what a draft's router chooses is fetched at once, and
+            not in batches. Where the host sees each choice anyway, that costs nothing and
+            gains the time until the boundary; Specter's batches spare a GPU the round trips.
     """
 
     num_layers: int
@@ -83,6 +86,7 @@ class CacheSetup:
     mode: CacheMode = CacheMode.LARGE
     is_rebalancing: bool = True
     max_predicted: int = 2
+    is_lookahead_immediate: bool = False
 
 
 class ExpertCacheDriver:
@@ -131,6 +135,9 @@ class ExpertCacheDriver:
         self._used = dict(self._moved)
         self._last_counts: dict[ExpertId, int] = {}
         """Routed tokens of the prompt's last pass."""
+        self._window: set[ExpertId] = set()
+        """What the running draft's routers chose, where that is fetched at once."""
+        self._is_lookahead_on = False
         self._layer = 0
         self._tokens_of: dict[ExpertId, int] = {}
         self._missing: list[ExpertId] = []
@@ -304,9 +311,32 @@ class ExpertCacheDriver:
             `DraftOn` up to the first boundary, if there is one.
         """
         self._analyzer.clear()
+        self._window.clear()
+        self._is_lookahead_on = False
         if not is_prefetching or not self.payoff.begin_round():
             return []
+        if self._setup.is_lookahead_immediate:
+            self._is_lookahead_on = True
+            return []
         return [DraftOn(self.planner.begin(num_tokens))]
+
+    @property
+    def is_listening(self) -> bool:
+        """Whether `draft_routed` is to be told of each choice of the running draft."""
+        return self._is_lookahead_on
+
+    @_observation
+    def draft_routed(self, layer: int, experts: Sequence[int]) -> list[Action]:
+        """A draft's router has chosen. Returns fetches of what is missing."""
+        chosen = [ExpertId(layer, expert) for expert in experts]
+        self._window.update(chosen)
+        actions: list[Action] = []
+        for expert in chosen:
+            if self.residency.slot_of(expert) is None:
+                fetch = self.residency.admit(expert, FetchReason.LOOKAHEAD, protected=self._window)
+                actions.append(fetch or Skip(expert, SkipReason.NO_ROOM))
+        self._note_moves(actions)
+        return actions
 
     @_observation
     def reach_boundary(
@@ -336,6 +366,7 @@ class ExpertCacheDriver:
     def end_draft(self, num_drafted: int, draft_s: float) -> list[Action]:
         """The draft is over, after `draft_s` seconds, planning left out."""
         self._analyzer.clear()
+        self._is_lookahead_on = False
         self.planner.observe_draft(num_drafted, draft_s)
         return []
 

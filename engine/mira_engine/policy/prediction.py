@@ -10,7 +10,6 @@ declines what does not fit). The cap on what is under way is ours.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 
 from ..types import ExpertId
@@ -61,9 +60,9 @@ class PredictiveStaging:
             protected: Experts that are computed now and must stay.
         """
         actions: list[Action] = []
-        num_choices = num_tokens * self._top_k
         for index, share in picks:
-            if -math.expm1(-share * num_choices) < self._min_probability:
+            by_one = min(1.0, share * self._top_k)
+            if 1.0 - (1.0 - by_one) ** num_tokens < self._min_probability:
                 break
             expert = ExpertId(layer, index)
             if expert in self._requested:

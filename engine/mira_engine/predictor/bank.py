@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from mira_kernels import native
 from safetensors import safe_open
 
 from ..checkpoint.writing import TensorFileWriter, disk_errors, file_sha256, write_json
@@ -68,6 +69,7 @@ class PredictorBank:
         self.facts = facts
         self.choices = dict(choices)
         self.max_picks = min(max_picks or _PICKS_PER_EXPERT * facts.top_k, facts.num_experts)
+        self._native_parts: dict[int, tuple[torch.Tensor | None, ...] | None] = {}
         self._predictors: dict[int, Predictor] = {
             layer: choice.predictor for layer, choice in self.choices.items()
         }
@@ -90,6 +92,11 @@ class PredictorBank:
         predictor = self._predictors.get(layer)
         if predictor is None:
             return []
+        if hidden.shape[0] == 1 and hidden.dtype is torch.bfloat16:
+            shares = self._native_shares(layer, predictor, hidden, top_k_index)
+            if shares is not None:
+                ranked = sorted(enumerate(shares), key=lambda pick: -pick[1])
+                return ranked[: self.max_picks]
         states = hidden if hidden.dtype == torch.float32 else hidden.float()
         if top_k_index.shape[0] == 1:
             logits = predictor.token_logits(states, top_k_index)
@@ -99,6 +106,21 @@ class PredictorBank:
         shares, experts = torch.sort(torch.softmax(logits, 0), descending=True, stable=True)
         picks = self.max_picks
         return list(zip(experts[:picks].tolist(), shares[:picks].tolist(), strict=True))
+
+    def _native_shares(
+        self, layer: int, predictor: Predictor, hidden: torch.Tensor, top_k_index: torch.Tensor
+    ) -> list[float] | None:
+        """One token's shares by the native kernel; `None` where it is not there."""
+        if not native.is_loaded():
+            return None
+        if layer not in self._native_parts:
+            make = getattr(predictor, "native_parts", None)
+            self._native_parts[layer] = make(top_k_index.shape[1]) if make else None
+        parts = self._native_parts[layer]
+        if parts is None:
+            return None
+        shares = torch.ops.mira.predict_experts(hidden, top_k_index, *parts, self.facts.num_experts)
+        return shares.tolist()
 
     # -- on the disk -----------------------------------------------------------------------
 

@@ -158,6 +158,11 @@ class TargetRouter:
         """Returns the router's logits for the token."""
         return torch.addmv(self.bias, self.weight, hidden[0])
 
+    def native_parts(self, top_k: int) -> tuple[torch.Tensor | None, ...]:
+        """Returns weight, bias, table, table bias and outer of `mira::predict_experts`."""
+        del top_k
+        return (self.weight, self.bias, None, None, None)
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """Returns weight `[E, C]` and bias `[E]`."""
         return {"weight": self.weight, "bias": self.bias}

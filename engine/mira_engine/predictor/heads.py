@@ -214,6 +214,11 @@ class FoldedHead:
         alpha = torch.sigmoid(act[num_experts:] + selected[split:])
         return torch.lerp(hist, act[:num_experts], alpha)
 
+    def native_parts(self, top_k: int) -> tuple[torch.Tensor | None, ...]:
+        """Returns weight, bias, table, table bias and outer of `mira::predict_experts`."""
+        table = self._token_table(top_k).contiguous()
+        return (self._act_weight, self._act_bias, table, self._selected_bias, self._outer)
+
     def _token_table(self, top_k: int) -> torch.Tensor:
         """What each selected expert of a single token adds: its histogram entry is 1 / k."""
         table = self._token_tables.get(top_k)

@@ -144,6 +144,9 @@ class ExpertExecutor:
     ) -> torch.Tensor:
         """Computes with the resident draft; it only proposes, so always in bfloat16."""
         assert self.draft is not None
+        if self.driver.is_listening:
+            chosen = {expert for row in top_k_index.tolist() for expert in row}
+            self.obey(self.driver.draft_routed(layer, sorted(chosen)))
         if fused is not None:
             return fused.draft(layer, hidden, top_k_index, top_k_weights, self._counts[layer])
         narrow = hidden.to(torch.bfloat16)
@@ -190,10 +193,15 @@ class ExpertExecutor:
             self.obey(driver.leave_layer())
 
     def _stage_predicted(self, layer: int, hidden: torch.Tensor, top_k_index: torch.Tensor) -> None:
-        """Fetches what the predictor expects in a later layer."""
+        """Fetches what the predictor expects in a later layer.
+
+        In a verification for its last token only: the draft's routers told of the others.
+        """
         started = time.perf_counter()
         predictor = self.predictor
         assert predictor is not None
+        if self.phase is Phase.VERIFY:
+            hidden, top_k_index = hidden[-1:], top_k_index[-1:]
         picks = predictor.predict(layer, hidden, top_k_index)
         if picks:
             target = layer + predictor.facts.offset

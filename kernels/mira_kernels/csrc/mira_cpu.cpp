@@ -3,6 +3,7 @@
 
 #include "attention.h"
 #include "experts.h"
+#include "predict.h"
 
 namespace mira {
 namespace {
@@ -446,6 +447,49 @@ Tensor draft_experts(const Tensor& x, const Tensor& index, const Tensor& weights
   return out;
 }
 
+const float* float_matrix(const std::optional<Tensor>& t, int64_t rows, int64_t columns,
+                          const char* name) {
+  if (!t.has_value()) return nullptr;
+  check_cpu(*t, ScalarType::Float, name);
+  STD_TORCH_CHECK(t->is_contiguous() && t->numel() == rows * columns, name, " has a wrong shape");
+  return static_cast<const float*>(t->const_data_ptr());
+}
+
+Tensor predict_experts(const Tensor& x, const Tensor& index, const std::optional<Tensor>& weight,
+                       const std::optional<Tensor>& bias, const std::optional<Tensor>& table,
+                       const std::optional<Tensor>& table_bias,
+                       const std::optional<Tensor>& outer, int64_t num_experts) {
+  check_cpu(x, ScalarType::BFloat16, "x"), check_cpu(index, ScalarType::Long, "index");
+  STD_TORCH_CHECK(x.dim() == 2 && x.size(0) == 1 && index.dim() == 2 && index.size(0) == 1,
+                  "predict_experts takes one token");
+  STD_TORCH_CHECK(weight.has_value() || table.has_value(), "predict_experts needs a branch");
+  STD_TORCH_CHECK(num_experts > 0, "there must be experts");
+  Head head{};
+  head.num_experts = num_experts, head.num_inputs = x.size(1);
+  const int64_t rows = num_experts + table.has_value();
+  head.weight = float_matrix(weight, rows, x.size(1), "weight");
+  head.bias = float_matrix(bias, rows, 1, "bias");
+  STD_TORCH_CHECK(weight.has_value() == bias.has_value(), "weight and bias come together");
+  if (table.has_value()) {
+    STD_TORCH_CHECK(outer.has_value() && table_bias.has_value() && outer->dim() == 2,
+                    "table, table_bias and outer come together");
+    head.num_units = outer->size(1);
+    head.table = float_matrix(table, num_experts, head.width(), "table");
+    head.table_bias = float_matrix(table_bias, head.width(), 1, "table_bias");
+    head.outer = float_matrix(outer, num_experts, head.num_units, "outer");
+  }
+  const Tensor choices = torch::stable::contiguous(index);
+  const auto* chosen = static_cast<const int64_t*>(choices.const_data_ptr());
+  for (int64_t j = 0; j < index.size(1); ++j)
+    STD_TORCH_CHECK(chosen[j] >= 0 && chosen[j] < num_experts, "no such expert: ", chosen[j]);
+  std::vector<float> wide(x.size(1));
+  const auto* from = static_cast<const uint16_t*>(x.const_data_ptr());
+  for (int64_t c = 0; c < x.size(1); ++c) wide[c] = widen(from[c * x.stride(1)]);
+  Tensor out = new_empty(x, {num_experts}, ScalarType::Float);
+  head.shares(wide.data(), chosen, index.size(1), static_cast<float*>(out.mutable_data_ptr()));
+  return out;
+}
+
 Tensor attend(const Tensor& query, const Tensor& keys, const Tensor& values, int64_t num_cached,
               double scale) {
   const ScalarType type = query.scalar_type();
@@ -542,6 +586,9 @@ STABLE_TORCH_LIBRARY(mira, m) {
       "draft_experts(Tensor x, Tensor index, Tensor weights, Tensor addresses, Tensor(a!) counts,"
       " int kind, int intermediate, int group_size, int block_rows) -> Tensor");
   m.def(
+      "predict_experts(Tensor x, Tensor index, Tensor? weight, Tensor? bias, Tensor? table,"
+      " Tensor? table_bias, Tensor? outer, int num_experts) -> Tensor");
+  m.def(
       "attend(Tensor query, Tensor keys, Tensor values, int num_cached, float scale) -> Tensor");
   m.def(
       "attend_cached_(Tensor query, Tensor new_keys, Tensor new_values, Tensor(a!) keys,"
@@ -558,6 +605,7 @@ STABLE_TORCH_LIBRARY_IMPL(mira, CPU, m) {
   m.impl("gated_experts_", TORCH_BOX(&mira::gated_experts));
   m.impl("combine_experts", TORCH_BOX(&mira::combine_experts));
   m.impl("draft_experts", TORCH_BOX(&mira::draft_experts));
+  m.impl("predict_experts", TORCH_BOX(&mira::predict_experts));
   m.impl("attend", TORCH_BOX(&mira::attend));
   m.impl("attend_cached_", TORCH_BOX(&mira::attend_cached));
 }
