@@ -192,6 +192,7 @@ class Engine:
             draft=device.draft,
         )
         self.executor.is_cancelled = self._cancelled.is_set
+        self.executor.is_streaming = config.is_prefetch_enabled
         if config.is_predicting and config.is_prefetch_enabled:
             self.executor.predictor = PredictorBank.load(
                 self.home.predictors_dir, manifest.revision

@@ -46,10 +46,19 @@ from mira_engine.events import (
     TokenDelta,
 )
 from mira_engine.library import ModelHome, ModelLibrary
+from mira_engine.policy.budget import plan_memory
 from mira_engine.policy.residency import SlotState
 from mira_engine.prepare import preflight, prepare
 from mira_engine.runtime.telemetry import MemoryProbe
-from mira_engine.types import ComputeDtype, DraftExperts, FinishReason, Phase, Plane, Precision
+from mira_engine.types import (
+    CachePolicy,
+    ComputeDtype,
+    DraftExperts,
+    FinishReason,
+    Phase,
+    Plane,
+    Precision,
+)
 
 CHAT = (ChatMessage(role="user", content="Hello, who are you?"),)
 CONFIG = EngineConfig(
@@ -152,6 +161,49 @@ def test_draft_with_cached_experts_is_the_whole_draft_where_all_are_resident(
         stats = engine.stats()
         drafts.append((stats.num_drafted, stats.num_accepted, stats.num_rounds))
     assert drafts[0] == drafts[1]
+
+
+@pytest.mark.parametrize("policy", [CachePolicy.REGIONS, CachePolicy.STATIC])
+@pytest.mark.parametrize("share", [0.4, 0.8])
+def test_text_does_not_depend_on_the_cache_policy(
+    load: Callable[..., Engine], policy: CachePolicy, share: float
+) -> None:
+    sampling = SamplingConfig(max_new_tokens=30)
+    expected = _text(load(num_draft_tokens=0, budget=MemoryAmount(share=4.0)), sampling)
+    engine = load(num_draft_tokens=0, budget=MemoryAmount(share=share), cache_policy=policy)
+    residency = engine.executor.driver.residency
+    assert residency.regions is not None
+    for _ in range(3):
+        engine.state.reset()
+        assert _text(engine, sampling) == expected
+        assert engine.stats().num_misses
+    assert residency.num_used <= engine.plan.num_slots
+    assert residency.num_loading == 0
+    if policy is CachePolicy.REGIONS:
+        assert residency.regions.num_hot, "the prompt's end warmed it"
+        assert engine.stats().num_stage_hits < engine.stats().num_hits
+
+
+def test_governor_begins_without_a_draft_where_that_is_predicted_to_be_faster(
+    load: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_draft(facts, wishes, rates, expect):
+        return plan_memory(facts, wishes.budget, 0)
+
+    monkeypatch.setattr("mira_engine.load_plan.choose_plan", without_draft)
+    notices: list[Notice] = []
+    engine = load(notices=notices, num_draft_tokens=None, budget=MemoryAmount(share=0.5))
+    assert engine.governor is not None
+    assert engine.governor.current == 0
+    assert engine.governor.candidates == (0, 1, 2, 3, 4)
+    plain = load(num_draft_tokens=0, budget=MemoryAmount(share=0.5))
+    assert engine.plan.num_slots == plain.plan.num_slots
+    assert plain.governor is None
+    whole = load(
+        num_draft_tokens=None, budget=MemoryAmount(share=0.5), draft_experts=DraftExperts.ALL
+    )
+    assert whole.governor is None
+    assert not [n for n in notices if n.code == "speculation-off"]
 
 
 def test_nested_moves_half_of_what_int8_moves(load: Callable[..., Engine]) -> None:

@@ -7,30 +7,82 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from mira_engine.config import EngineConfig, MemoryAmount, SamplingConfig
 from mira_engine.engine import Engine
 from mira_engine.library import ModelLibrary
 from mira_engine.policy.driver import ExpertCacheDriver
 from mira_engine.policy.replay import DecisionLog, replay
+from mira_engine.predictor.bank import BankFacts, PredictorBank
+from mira_engine.predictor.baselines import TargetRouter
+from mira_engine.predictor.train import LayerChoice
 from mira_engine.prepare import prepare
-from mira_engine.types import CompileMode, Eviction, FinishReason, Precision
+from mira_engine.types import (
+    CachePolicy,
+    CompileMode,
+    DraftExperts,
+    Eviction,
+    FinishReason,
+    Lookahead,
+    Precision,
+)
+
+WAYS: dict[str, dict[str, object]] = {
+    "batches": {
+        "num_draft_tokens": 3,
+        "draft_experts": DraftExperts.ALL,
+        "lookahead": Lookahead.BATCHES,
+    },
+    "at once": {"num_draft_tokens": 3, "draft_experts": DraftExperts.CACHED},
+    "regions": {"num_draft_tokens": 0, "cache_policy": CachePolicy.REGIONS},
+}
 
 
 @pytest.fixture
-def engine(tiny_checkpoint: Callable[..., Path], tmp_path: Path):
-    """A speculating engine with a few slots more than its draft leaves it to need."""
+def load(tiny_checkpoint: Callable[..., Path], tmp_path: Path):
+    """Loads an engine with few slots and a predictor that is right now and then."""
     home = ModelLibrary(tmp_path).resolve(str(tiny_checkpoint("qwen2_moe")))
     prepare(home, Precision.NESTED, on_progress=lambda *_: None)
-    config = EngineConfig(
-        budget=MemoryAmount(share=0.8),
-        num_draft_tokens=3,
-        context_length=256,
-        compile_mode=CompileMode.OFF,
-    )
-    engine = Engine.load(home, config)
-    engine._end_ids = frozenset()
-    yield engine
-    engine.close()
+    engines = []
+
+    def make(way: str) -> Engine:
+        config = EngineConfig(
+            budget=MemoryAmount(share=0.8),
+            context_length=256,
+            compile_mode=CompileMode.OFF,
+            **WAYS[way],
+        )
+        engine = Engine.load(home, config)
+        engine._end_ids = frozenset()
+        setup = engine.cache_setup
+        facts = BankFacts(
+            revision="",
+            recipe="",
+            num_layers=setup.num_layers,
+            num_experts=setup.num_experts,
+            top_k=setup.top_k,
+            offset=2,
+        )
+        router = torch.randn(
+            setup.num_experts,
+            engine.model.config.hidden_size,
+            generator=torch.Generator().manual_seed(1),
+        )
+        guess = TargetRouter(10 * router, torch.zeros(setup.num_experts))
+        choices = {0: LayerChoice(predictor=guess, reason="", scores={})}
+        engine.executor.predictor = PredictorBank(facts, choices)
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture
+def engine(load: Callable[[str], Engine]) -> Engine:
+    """A speculating engine with a few slots more than its draft leaves it to need."""
+    return load("batches")
 
 
 def recorded(engine: Engine) -> DecisionLog:
@@ -54,15 +106,25 @@ def recorded(engine: Engine) -> DecisionLog:
     return log
 
 
-def test_replay_of_a_recorded_run_is_byte_equal(engine: Engine) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_replay_of_a_recorded_run_is_byte_equal(load: Callable[[str], Engine], way: str) -> None:
+    engine = load(way)
     lines = recorded(engine).lines
     text = "\n".join(lines)
-    for name in ("enter_layer", "landed", "computed", "reach_boundary", "end_pass", "end_reply"):
+    observations = ["enter_layer", "landed", "computed", "end_pass", "end_reply", "predict"]
+    actions = ["Compute", "Fetch", "Skip"]
+    if way == "regions":
+        observations.append("end_prefill")
+        actions.append("Promote")
+    else:
+        observations.append("reach_boundary" if way == "batches" else "draft_routed")
+        assert '"lookahead"' in text
+    for name in observations:
         assert f'["{name}"' in text
-    for action in ("Compute", "Fetch", "Skip"):
+    for action in actions:
         assert f'["{action}"' in text
-    assert '"lookahead"' in text
     assert '"miss"' in text
+    assert '"predicted"' in text
     assert replay(lines, ExpertCacheDriver(engine.cache_setup)) is None
 
 

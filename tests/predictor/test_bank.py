@@ -16,6 +16,7 @@ from mira_engine.predictor.bank import (
 from mira_engine.predictor.baselines import CountTable, Popularity, TargetRouter
 from mira_engine.predictor.heads import MixtureHead
 from mira_engine.predictor.train import LayerChoice
+from mira_kernels import native
 
 EXPERTS, WIDTH = 6, 8
 FACTS = BankFacts(
@@ -49,6 +50,18 @@ def asked(bank, num_tokens, dtype=torch.float32):
     hidden = torch.randn(num_tokens, WIDTH, generator=generator).to(dtype)
     ids = torch.rand(num_tokens, EXPERTS, generator=generator).topk(2).indices
     return [bank.predict(layer, hidden, ids) for layer in range(6)]
+
+
+def test_native_prediction_of_one_token_is_the_same(native_cache):
+    expected = asked(random_bank(max_picks=EXPERTS), 1, torch.bfloat16)
+    assert native.load(native_cache).is_available
+    found = asked(random_bank(max_picks=EXPERTS), 1, torch.bfloat16)
+    for picks, others in zip(found, expected, strict=True):
+        assert [expert for expert, _ in picks] == [expert for expert, _ in others]
+        assert [share for _, share in picks] == pytest.approx(
+            [share for _, share in others], abs=1e-5
+        )
+    assert found[0] != found[3]
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5])

@@ -15,12 +15,24 @@ Source: Specter, Verification Expert Cache Residency Manager; DESIGN, "Policies"
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ..types import CacheMode, Eviction, ExpertId, ServedBy
-from .base import Action, Await, Compute, DraftOn, Fetch, FetchReason, Skip, SkipReason
+from .base import (
+    Action,
+    Await,
+    Compute,
+    DraftOn,
+    Evict,
+    EvictReason,
+    Fetch,
+    FetchReason,
+    Skip,
+    SkipReason,
+)
 from .eviction import EVICTION_POLICIES, EvictionPolicy
 from .lookahead import ExpertLookaheadBuffer, IncrementalRoutingPatternAnalyzer
 from .payoff import PrefetchPayoff, PrefetchRound
@@ -135,6 +147,8 @@ class ExpertCacheDriver:
         self._used = dict(self._moved)
         self._last_counts: dict[ExpertId, int] = {}
         """Routed tokens of the prompt's last pass."""
+        self._streamed: deque[ExpertId] = deque()
+        """What a prompt's passes brought, in order."""
         self._window: set[ExpertId] = set()
         """What the running draft's routers chose, where that is fetched at once."""
         self._is_lookahead_on = False
@@ -225,6 +239,47 @@ class ExpertCacheDriver:
         self._note_moves(actions)
         return actions
 
+    @_observation
+    def stream_layer(self, layer: int, num_tokens: int) -> list[Action]:
+        """A prompt's pass comes to this layer next, and so many tokens need most of it.
+
+        Returns:
+            Fetches of what is missing there, so that it lands while the present layer is
+            computed; nothing where few tokens are likely to leave much of it unused.
+        """
+        setup = self._setup
+        if layer >= setup.num_layers or num_tokens * setup.top_k < 2 * setup.num_experts:
+            return []
+        wanted = [ExpertId(layer, expert) for expert in range(setup.num_experts)]
+        protected = {*wanted, *self._tokens_of}
+        actions: list[Action] = []
+        for expert in wanted:
+            if self.residency.slot_of(expert) is None:
+                actions += self._make_room_in_prompt()
+                fetch = self.residency.admit(expert, FetchReason.PREDICTED, protected=protected)
+                if fetch is None:
+                    break
+                actions.append(fetch)
+                self._streamed.append(expert)
+        return actions
+
+    def _make_room_in_prompt(self) -> list[Action]:
+        """Frees a slot of what passed through for a layer that is behind, if none is free.
+
+        A prompt's passes go through all layers in order, so what was used longest ago comes
+        next; what was brought for a layer just done is needed last.
+        """
+        residency, streamed = self.residency, self._streamed
+        if self._has_regions or residency.num_used < residency.num_slots:
+            return []
+        while streamed and streamed[0].layer not in (self._layer, self._layer + 1):
+            expert = streamed.popleft()
+            slot = residency.slot_of(expert)
+            if slot is not None and residency.is_ready(expert) and not residency.is_pinned(slot):
+                residency.evict(expert)
+                return [Evict(expert, slot, EvictReason.LAYER_BEHIND)]
+        return []
+
     def _note_moves(self, actions: Sequence[Action]) -> None:
         for action in actions:
             if isinstance(action, Fetch):
@@ -280,12 +335,17 @@ class ExpertCacheDriver:
 
     def _fetch_missing(self) -> list[Action]:
         fetches: list[Action] = []
+        is_prompt = self.residency.is_prefilling
         while self._missing:
+            if is_prompt:
+                fetches += self._make_room_in_prompt()
             fetch = self.residency.admit(self._missing[0], FetchReason.MISS)
             if fetch is None:
                 break
             self._missing.pop(0)
             self._pin(fetch.expert)
+            if is_prompt:
+                self._streamed.append(fetch.expert)
             num_tokens = self._tokens_of[fetch.expert]
             self._waiting[fetch.expert] = Compute(
                 fetch.expert, fetch.slot, num_tokens, ServedBy.MISS, False
@@ -376,6 +436,7 @@ class ExpertCacheDriver:
     def begin_prefill(self) -> list[Action]:
         """A prompt is read from now on: HOT keeps its experts."""
         self.residency.begin_prefill()
+        self._streamed.clear()
         self._last_counts.clear()
         return []
 
