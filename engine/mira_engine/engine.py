@@ -192,7 +192,6 @@ class Engine:
             draft=device.draft,
         )
         self.executor.is_cancelled = self._cancelled.is_set
-        self.executor.is_streaming = config.is_prefetch_enabled
         if config.is_predicting and config.is_prefetch_enabled:
             self.executor.predictor = PredictorBank.load(
                 self.home.predictors_dir, manifest.revision
@@ -231,6 +230,7 @@ class Engine:
                 draft_source=self._draft_source,
                 slots=device.slots,
                 bind=device.bind,
+                draft_depths=self.governor.candidates if self.governor is not None else (),
                 on_notice=self._notice,
             )
             self.native_path.start(self._is_load_cancelled)
@@ -434,7 +434,6 @@ class Engine:
         """Prefills what is not cached and appends the first new token to `history`."""
         total, chunk = len(history), self.config.prefill_chunk_tokens
         logits = None
-        self.executor.obey(self.executor.driver.begin_prefill())
         while self.state.num_cached < total:
             start = self.state.num_cached
             size = self.state.max_pass_tokens(chunk)
@@ -444,6 +443,8 @@ class Engine:
                     f"{self.model.config.model_type} models read what follows the first "
                     f"{chunk} tokens one token at a time.",
                 )
+            num_passes = -(-(total - start) // size)
+            self.executor.obey(self.executor.driver.begin_prefill(num_passes))
             logits = self.passes.forward(history[start : start + size], Phase.PREFILL)
             self.state.rollback(0)
             self._num_verified = self.state.num_cached

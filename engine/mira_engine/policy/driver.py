@@ -25,6 +25,8 @@ from .base import (
     Action,
     Await,
     Compute,
+    Decline,
+    DeclineReason,
     DraftOn,
     Evict,
     EvictReason,
@@ -138,7 +140,7 @@ class ExpertCacheDriver:
         self.prediction_payoff = PrefetchPayoff()
         self.on_decision: OnDecision | None = None
         self._analyzer = IncrementalRoutingPatternAnalyzer(self.lookahead)
-        self._staging = PredictiveStaging(setup.top_k, max_outstanding=setup.max_predicted)
+        self._staging = PredictiveStaging(setup.top_k)
         self._has_regions = setup.num_hot_slots is not None
         self._is_prediction_wanted = True
         self._ahead: dict[ExpertId, FetchReason] = {}
@@ -147,6 +149,7 @@ class ExpertCacheDriver:
         self._used = dict(self._moved)
         self._last_counts: dict[ExpertId, int] = {}
         """Routed tokens of the prompt's last pass."""
+        self._is_more_to_read = False
         self._streamed: deque[ExpertId] = deque()
         """What a prompt's passes brought, in order."""
         self._window: set[ExpertId] = set()
@@ -171,8 +174,13 @@ class ExpertCacheDriver:
 
     @property
     def is_prediction_wanted(self) -> bool:
-        """Whether `predict` would move anything in this pass."""
-        return self._is_prediction_wanted and self.residency.num_used < self._num_all_experts
+        """Whether `predict` would move anything in this pass.
+
+        Not in a prompt's passes before the last: what they predict is most of every layer, and
+        would drive out what the next pass needs.
+        """
+        has_room = self.residency.num_used < self._num_all_experts
+        return self._is_prediction_wanted and has_room and not self._is_more_to_read
 
     @property
     def _num_all_experts(self) -> int:
@@ -235,32 +243,18 @@ class ExpertCacheDriver:
         Returns:
             Fetches to submit; skips and declines, each with its reason.
         """
-        actions = self._staging.stage(layer, picks, num_tokens, self.residency, self._tokens_of)
-        self._note_moves(actions)
-        return actions
-
-    @_observation
-    def stream_layer(self, layer: int, num_tokens: int) -> list[Action]:
-        """A prompt's pass comes to this layer next, and so many tokens need most of it.
-
-        Returns:
-            Fetches of what is missing there, so that it lands while the present layer is
-            computed; nothing where few tokens are likely to leave much of it unused.
-        """
-        setup = self._setup
-        if layer >= setup.num_layers or num_tokens * setup.top_k < 2 * setup.num_experts:
-            return []
-        wanted = [ExpertId(layer, expert) for expert in range(setup.num_experts)]
-        protected = {*wanted, *self._tokens_of}
-        actions: list[Action] = []
+        setup, residency = self._setup, self.residency
+        # A prompt's pass needs most of a layer: the next one's share of the slots fills while
+        # this one computes.
+        limit = setup.num_experts if residency.is_prefilling else setup.max_predicted
+        wanted, skips = self._staging.choose(layer, picks, num_tokens, residency, limit)
+        actions: list[Action] = list(skips)
         for expert in wanted:
-            if self.residency.slot_of(expert) is None:
-                actions += self._make_room_in_prompt()
-                fetch = self.residency.admit(expert, FetchReason.PREDICTED, protected=protected)
-                if fetch is None:
-                    break
-                actions.append(fetch)
-                self._streamed.append(expert)
+            fetch = residency.admit(expert, FetchReason.PREDICTED, protected=self._tokens_of)
+            if fetch is not None:
+                self._staging.begin(expert)
+            actions.append(fetch or Decline(expert, DeclineReason.STAGE_FULL))
+        self._note_moves(actions)
         return actions
 
     def _make_room_in_prompt(self) -> list[Action]:
@@ -270,9 +264,11 @@ class ExpertCacheDriver:
         next; what was brought for a layer just done is needed last.
         """
         residency, streamed = self.residency, self._streamed
-        if self._has_regions or residency.num_used < residency.num_slots:
+        if not self._is_more_to_read or self._has_regions:
             return []
-        while streamed and streamed[0].layer not in (self._layer, self._layer + 1):
+        if residency.num_used < residency.num_slots:
+            return []
+        while streamed and streamed[0].layer != self._layer:
             expert = streamed.popleft()
             slot = residency.slot_of(expert)
             if slot is not None and residency.is_ready(expert) and not residency.is_pinned(slot):
@@ -282,7 +278,7 @@ class ExpertCacheDriver:
 
     def _note_moves(self, actions: Sequence[Action]) -> None:
         for action in actions:
-            if isinstance(action, Fetch):
+            if isinstance(action, Fetch) and not self.residency.is_prefilling:
                 self._ahead[action.expert] = action.reason
                 self._moved[action.reason] += 1
 
@@ -433,10 +429,14 @@ class ExpertCacheDriver:
     # -- passes and replies ----------------------------------------------------------------
 
     @_observation
-    def begin_prefill(self) -> list[Action]:
-        """A prompt is read from now on: HOT keeps its experts."""
+    def begin_prefill(self, num_passes: int) -> list[Action]:
+        """A prompt's pass begins, with so many still to come, itself included.
+
+        HOT keeps its experts from now on. Without regions, and as long as there is another
+        pass, so does everything that is there, and what is brought passes through.
+        """
         self.residency.begin_prefill()
-        self._streamed.clear()
+        self._is_more_to_read = num_passes > 1
         self._last_counts.clear()
         return []
 
@@ -444,6 +444,8 @@ class ExpertCacheDriver:
     def end_prefill(self) -> list[Action]:
         """The prompt is read. Returns the swaps that warm HOT by what its end was routed to."""
         self.residency.end_prefill()
+        self._is_more_to_read = False
+        self._streamed.clear()
         if not self._is_rebalanced:
             return []
         return self.rebalancer.warm(self.residency, self._last_counts)
@@ -496,6 +498,7 @@ class ExpertCacheDriver:
         self._staging.begin_pass()
         self.residency.end_window()
         self.residency.end_prefill()
+        self._is_more_to_read = False
         return []
 
     @property

@@ -10,10 +10,10 @@ declines what does not fit). The cap on what is under way is ours.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from ..types import ExpertId
-from .base import Action, Decline, DeclineReason, Fetch, FetchReason, Skip, SkipReason
+from .base import Skip, SkipReason
 from .residency import ResidencyTable
 
 MIN_PROBABILITY = 0.5
@@ -21,19 +21,15 @@ MIN_PROBABILITY = 0.5
 
 
 class PredictiveStaging:
-    """Turns predictions into fetches, over one pass of the model after another.
+    """Chooses among predictions, over one pass of the model after another.
 
     Args:
         top_k: Experts of a token in a layer.
-        max_outstanding: Most predicted records under way at a time.
         min_probability: As `MIN_PROBABILITY`.
     """
 
-    def __init__(
-        self, top_k: int, *, max_outstanding: int, min_probability: float = MIN_PROBABILITY
-    ) -> None:
+    def __init__(self, top_k: int, *, min_probability: float = MIN_PROBABILITY) -> None:
         self._top_k = top_k
-        self._max_outstanding = max_outstanding
         self._min_probability = min_probability
         self._requested: set[ExpertId] = set()
         self._outstanding: set[ExpertId] = set()
@@ -42,24 +38,29 @@ class PredictiveStaging:
         """Another pass begins: every expert may be asked for again."""
         self._requested.clear()
 
-    def stage(
+    def choose(
         self,
         layer: int,
         picks: Sequence[tuple[int, float]],
         num_tokens: int,
         residency: ResidencyTable,
-        protected: Collection[ExpertId],
-    ) -> list[Action]:
-        """Stages a later layer's likely experts.
+        max_outstanding: int,
+    ) -> tuple[list[ExpertId], list[Skip]]:
+        """Chooses which of a later layer's likely experts to stage.
 
         Args:
             layer: The layer that they are predicted for.
             picks: Experts and their expected shares of the routed tokens, likeliest first.
             num_tokens: Tokens of the pass.
-            residency: Slots; staged experts are LOADING afterwards.
-            protected: Experts that are computed now and must stay.
+            residency: To look at.
+            max_outstanding: Most predicted records under way at a time.
+
+        Returns:
+            Experts to admit, in this order, and skips with their reasons.
         """
-        actions: list[Action] = []
+        room = max_outstanding - self._num_outstanding(residency, max_outstanding)
+        wanted: list[ExpertId] = []
+        skips: list[Skip] = []
         for index, share in picks:
             by_one = min(1.0, share * self._top_k)
             if 1.0 - (1.0 - by_one) ** num_tokens < self._min_probability:
@@ -68,25 +69,20 @@ class PredictiveStaging:
             if expert in self._requested:
                 continue
             self._requested.add(expert)
-            action = self._request(expert, residency, protected)
-            actions.append(action)
-        return actions
+            if residency.slot_of(expert) is not None:
+                skips.append(Skip(expert, SkipReason.RESIDENT))
+            elif len(wanted) >= room:
+                skips.append(Skip(expert, SkipReason.BYTE_CAP))
+            else:
+                wanted.append(expert)
+        return wanted, skips
 
-    def _request(
-        self, expert: ExpertId, residency: ResidencyTable, protected: Collection[ExpertId]
-    ) -> Fetch | Skip | Decline:
-        if residency.slot_of(expert) is not None:
-            return Skip(expert, SkipReason.RESIDENT)
-        if self._num_outstanding(residency) >= self._max_outstanding:
-            return Skip(expert, SkipReason.BYTE_CAP)
-        fetch = residency.admit(expert, FetchReason.PREDICTED, protected=protected)
-        if fetch is None:
-            return Decline(expert, DeclineReason.STAGE_FULL)
+    def begin(self, expert: ExpertId) -> None:
+        """A chosen expert was given a slot, and its record is on its way."""
         self._outstanding.add(expert)
-        return fetch
 
-    def _num_outstanding(self, residency: ResidencyTable) -> int:
-        if len(self._outstanding) >= self._max_outstanding:
+    def _num_outstanding(self, residency: ResidencyTable, limit: int) -> int:
+        if len(self._outstanding) >= limit:
             self._outstanding = {
                 expert
                 for expert in self._outstanding

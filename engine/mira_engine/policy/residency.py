@@ -299,7 +299,7 @@ class ResidencyTable:
         slot = self._slot_of.get(expert)
         if slot is None or self._state[slot] is not SlotState.READY or self._pins[slot]:
             raise ResidencyError(f"{expert} cannot be evicted (slot {slot})")
-        if self._is_prefilling and self._region[slot] is Region.HOT:
+        if self._regions is not None and self._is_prefilling and self._region[slot] is Region.HOT:
             raise ResidencyError(f"{expert} is HOT and a prompt is read")
         self._clear(slot)
         self._free.append(slot)

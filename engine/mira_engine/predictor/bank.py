@@ -76,7 +76,12 @@ class PredictorBank:
 
     @torch.inference_mode()
     def predict(
-        self, layer: int, hidden: torch.Tensor, top_k_index: torch.Tensor
+        self,
+        layer: int,
+        hidden: torch.Tensor,
+        top_k_index: torch.Tensor,
+        *,
+        max_picks: int | None = None,
     ) -> list[tuple[int, float]]:
         """Ranks the experts of layer `layer + offset`.
 
@@ -84,6 +89,7 @@ class PredictorBank:
             layer: The MoE layer that runs now.
             hidden: `[T, C]`, its experts' input.
             top_k_index: `[T, k]` int64, its experts.
+            max_picks: Most experts to return, `None` for the bank's.
 
         Returns:
             Pairs of expert and expected share of the routed tokens, likeliest first, ties
@@ -96,7 +102,7 @@ class PredictorBank:
             shares = self._native_shares(layer, predictor, hidden, top_k_index)
             if shares is not None:
                 ranked = sorted(enumerate(shares), key=lambda pick: -pick[1])
-                return ranked[: self.max_picks]
+                return ranked[: max_picks or self.max_picks]
         states = hidden if hidden.dtype == torch.float32 else hidden.float()
         if top_k_index.shape[0] == 1:
             logits = predictor.token_logits(states, top_k_index)
@@ -104,7 +110,7 @@ class PredictorBank:
             features = pass_features(states, None, top_k_index, self.facts.num_experts)
             logits = predictor.logits(features)[0]
         shares, experts = torch.sort(torch.softmax(logits, 0), descending=True, stable=True)
-        picks = self.max_picks
+        picks = max_picks or self.max_picks
         return list(zip(experts[:picks].tolist(), shares[:picks].tolist(), strict=True))
 
     def _native_shares(

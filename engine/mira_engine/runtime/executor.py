@@ -78,8 +78,6 @@ class ExpertExecutor:
         self._fused: FusedExperts | None = None
         self._counts: list[torch.Tensor] = []
         self._is_draft_in_slots = False
-        self.is_streaming = True
-        """Whether a prompt's next layer is fetched while one is computed."""
         self.predictor: PredictorBank | None = None
         """Tells what a later layer will need; used where the driver finds it worth it."""
         self._seen: tuple[TrafficCounters, int, float, float] | None = None
@@ -175,9 +173,7 @@ class ExpertExecutor:
         driver = self.driver
         ready = self.obey(driver.enter_layer(layer, plan.demand()))
         is_open = driver.is_layer_open
-        if self.phase is Phase.PREFILL and self.is_streaming:
-            self.obey(driver.stream_layer(layer + 1, hidden.shape[0]))
-        elif self.predictor is not None and driver.is_prediction_wanted:
+        if self.predictor is not None and driver.is_prediction_wanted:
             self._stage_predicted(layer, hidden, top_k_index)
         if not is_open:  # Nothing of this layer moves meanwhile, so nothing is pinned.
             plan.compute(ready)
@@ -206,7 +202,9 @@ class ExpertExecutor:
         assert predictor is not None
         if self.phase is Phase.VERIFY:
             hidden, top_k_index = hidden[-1:], top_k_index[-1:]
-        picks = predictor.predict(layer, hidden, top_k_index)
+        # Many tokens use many experts of a layer.
+        max_picks = predictor.facts.num_experts if self.phase is Phase.PREFILL else None
+        picks = predictor.predict(layer, hidden, top_k_index, max_picks=max_picks)
         if picks:
             target = layer + predictor.facts.offset
             self.obey(self.driver.predict(target, picks, hidden.shape[0]))
