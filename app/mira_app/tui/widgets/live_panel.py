@@ -60,8 +60,18 @@ def _accepted(stats: ReplyStats, plan: MemoryPlan | None) -> str:
         return "no drafting"
     if not stats.num_rounds:
         return "-"
-    depth = f" of {plan.num_draft_tokens}" if plan is not None else ""
-    return f"{stats.accepted_per_round:.2f}{depth}"
+    return f"{stats.accepted_per_round:.2f} of {stats.num_drafted / stats.num_rounds:.3g}"
+
+
+def _depth(stats: ReplyStats, plan: MemoryPlan | None) -> list[Content]:
+    """K in force, and why where that can change."""
+    if not stats.governor_reason:
+        return [_row("K", str(plan.num_draft_tokens) if plan is not None else "-")]
+    _, _, reason = stats.governor_reason.partition(": ")
+    return [
+        _row("K", str(stats.num_draft_tokens)),
+        Content.styled(sanitise(reason), _LABEL),
+    ]
 
 
 def column(state: PanelState) -> Content:
@@ -84,7 +94,7 @@ def column(state: PanelState) -> Content:
         _row("per miss", format_bytes(bytes_per_load(stats))),
         Content(""),
         _title("Drafting"),
-        _row("K", str(plan.num_draft_tokens) if plan is not None else "-"),
+        *_depth(stats, plan),
         _row("accepted per round", _accepted(stats, plan)),
         Content(""),
         _title("Memory"),
