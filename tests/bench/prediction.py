@@ -80,18 +80,7 @@ def main() -> None:
     rate = token_bytes / (1e-3 * row.median_ms * arguments.link_ratio)
     print(f"all resident {row.median_ms:.1f} ms; link emulated at {rate / 1e6:.0f} MB/s")
     text = " ".join(prompt.text for prompt in calibration_prompts())
-    head = (
-        "budget",
-        "",
-        "TPOT",
-        "stall",
-        "MB/token",
-        "hits",
-        "TTFT 1000",
-        "MB",
-        "TTFT turn 3",
-        "MB",
-    )
+    names = ("TPOT", "stall", "MB/token", "hits", "TTFT 1000", "MB", "TTFT turn 3", "MB")
     print(("{:<8}{:<11}" + "{:>12}" * 8).format("budget", "", *names))
     result: dict[str, dict[str, object]] = {}
     for budget in arguments.budgets.split(","):
