@@ -55,8 +55,8 @@ def test_run_reads_prompt_from_stdin_and_gives_the_same_reply(model):
 
 
 def test_compiled_once_and_used_by_the_next_start_unasked(model):
-    first = run_json(model, "--compile", "wait")
-    second = run_json(model, "--compile", "auto")
+    first = run_json(model, "-k", "2", "--compile", "wait")
+    second = run_json(model, "-k", "2", "--compile", "auto")
     for answer in (first, second):
         assert answer["stats"]["num_compiled_passes"] > 0
     assert first["text"] == second["text"]
