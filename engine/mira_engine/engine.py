@@ -20,7 +20,6 @@ from .errors import (
     CancelledError,
     ContextLengthError,
     GenerationError,
-    MiraError,
     StoreError,
     check_cancelled,
 )
@@ -50,7 +49,7 @@ from .model.linear import DenseSwitch
 from .model.loader import load_backbone
 from .model.sampling import Sampler
 from .policy.driver import ExpertCacheDriver
-from .policy.speculation import DepthPolicy, RoundObservation
+from .policy.speculation import DepthPolicy, FixedDepth, RoundObservation
 from .predictor.bank import PredictorBank
 from .runtime.batch import BatchDecoder
 from .runtime.beam import BeamResult, beam_search
@@ -67,6 +66,7 @@ from .types import (
     CompileMode,
     ComputeDtype,
     DraftDense,
+    DraftExperts,
     ExpertId,
     FinishReason,
     Phase,
@@ -119,6 +119,7 @@ class Engine:
         self.profile_key = load_plan.profile_key
         self._fixed_depth = load_plan.fixed_depth()
         self.governor = load_plan.governor(draft_depths)
+        self._first_depth = load_plan.first_k
         self.on_round: Callable[[RoundObservation], None] | None = None
         """Told what each round did, in the thread that asked for the reply."""
         self._arrange_device(load_plan)
@@ -394,7 +395,9 @@ class Engine:
         limit = min(room, sampling.max_new_tokens or room)
         sampler = Sampler(sampling)
         depth: DepthPolicy = self._fixed_depth
-        if self.governor is not None and (sampling.is_greedy or sampling.seed is None):
+        if self._is_seed_at_stake(sampling):
+            depth = FixedDepth(0, "a seed was given, and the draft depends on the cache")
+        elif self.governor is not None and (sampling.is_greedy or sampling.seed is None):
             depth = self.governor  # A seed gives the same text only if K does not change.
         meter.num_prompt_tokens = len(prompt)
         meter.num_cached_tokens = self.state.reuse_prefix(prompt)
@@ -422,13 +425,22 @@ class Engine:
         except CancelledError:
             self.state.recover(self._num_verified)
             return FinishReason.CANCELLED
-        except MiraError:
-            self.state.reset()  # What it holds may be the cause, nan for example.
+        except Exception:
+            self.state.reset()  # What it holds may be the cause, nan, or may be half a pass.
             raise
         finally:
             self.executor.driver.end_reply()
             if recorder is not None and self.config.trace_path is not None:
                 recorder.write(Path(self.config.trace_path))
+
+    def _is_seed_at_stake(self, sampling: SamplingConfig) -> bool:
+        """Whether drafting would make the text depend on more than the seed.
+
+        A draft with the cached experts proposes by what is in the slots, and random numbers
+        are drawn for what it proposes.
+        """
+        is_repeatable = not sampling.is_greedy and sampling.seed is not None
+        return is_repeatable and self.plan.draft_experts is DraftExperts.CACHED
 
     def _read_prompt(self, history: list[int], sampler: Sampler) -> Iterator[tuple[int, int]]:
         """Prefills what is not cached and appends the first new token to `history`."""
@@ -553,10 +565,12 @@ class Engine:
                 "cache, or their positions at this length, cannot be shared by a batch.",
             )
             return in_turn(requests, self.reply)
+        is_seeded = any(self._is_seed_at_stake(request.sampling) for request in requests)
         decoder = BatchDecoder(
             requests,
             self.model.config,
             self.plan,
+            num_draft_tokens=0 if is_seeded else self._first_depth,
             context_length=self.context_length,
             passes=self.passes,
             executor=self.executor,

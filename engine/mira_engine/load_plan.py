@@ -7,7 +7,7 @@ K) and the model's sizes. Loads and measures nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -37,9 +37,10 @@ from .policy.speculation import (
     SpeculationGovernor,
     allowed_depths,
 )
+from .predictor.bank import predictors_bytes
 from .profiles import ProfileKey, load_profile
 from .runtime.probe import PROFILE_FILE, MachineProfile, machine_name
-from .types import CacheMode, CachePolicy, DraftExperts, Lookahead, Precision
+from .types import CacheMode, CachePolicy, DraftDense, DraftExperts, Lookahead, Precision
 
 OnNotice = Callable[[Notice], None]
 
@@ -59,7 +60,7 @@ class LoadPlan:
         profile_key: What a profile of K for this load is kept under.
         profile: The profile that is kept, where nobody chose K.
         is_k_chosen: Whether somebody chose K.
-        first_k: K of the first rounds, where a governor adjusts it.
+        first_k: K of the first rounds, which a governor may adjust.
     """
 
     memory: MemoryPlan
@@ -114,7 +115,7 @@ class LoadPlan:
         """Returns the plan's K, and why it is that."""
         k = self.memory.num_draft_tokens
         if k and not self.is_k_chosen:
-            return FixedDepth(k, "fixed, since a seed was given")
+            return FixedDepth(self.first_k, "fixed, since a seed was given")
         if self.profile:
             return FixedDepth(k, "from the profile")
         return FixedDepth(k, "as asked for" if k else "there is no draft")
@@ -159,6 +160,9 @@ def make_load_plan(
         on_notice(Notice(code=code, text=text))
 
     facts = gather_facts(home.backbone_dir, config, target.format, draft_source.format)
+    if config.is_predicting and config.is_prefetch_enabled:
+        heads_bytes = predictors_bytes(home.predictors_dir)
+        facts = replace(facts, workspace_bytes=facts.workspace_bytes + heads_bytes)
     available = psutil.virtual_memory().available
     budget = config.budget
     if budget is None and config.memory_bytes is None:
@@ -187,9 +191,12 @@ def make_load_plan(
     expect = usual_expectations(is_builtin=home.is_builtin)
     memory, note = choose_plan(facts, wishes, _known_rates(config, profile_dir), expect)
     first_k = memory.num_draft_tokens
-    if memory.draft_experts is DraftExperts.CACHED:
+    is_k_chosen = config.num_draft_tokens is not None
+    if memory.draft_experts is DraftExperts.CACHED and not is_k_chosen:
         first_k = min(first_k, FIRST_CACHED_DRAFT_TOKENS)
-    if not first_k and profile is None and _is_draft_free(facts, config):
+    if profile is not None:
+        first_k = profile.best
+    elif not first_k and _is_draft_free(facts, config):
         # The governor begins without, and may draft.
         budget = MemoryAmount(num_bytes=memory.budget_bytes)
         memory, note = plan_memory(
@@ -213,7 +220,7 @@ def make_load_plan(
         top_k=facts.top_k,
         profile_key=profile_key,
         profile=profile,
-        is_k_chosen=config.num_draft_tokens is not None,
+        is_k_chosen=is_k_chosen,
         first_k=first_k,
     )
 
@@ -225,6 +232,7 @@ def _is_draft_free(facts: ModelFacts, config: EngineConfig) -> bool:
         and facts.has_own_draft_plane
         and config.precision is Precision.NESTED
         and config.draft_experts is not DraftExperts.ALL
+        and config.draft_dense is not DraftDense.INT8
     )
 
 

@@ -17,7 +17,7 @@ from mira_engine.policy.speculation import RoundObservation
 from mira_engine.prepare import prepare
 from mira_engine.profiles import save_profile
 from mira_engine.profiling import Sweep, profile_model
-from mira_engine.types import CompileMode, ComputeDtype, DraftExperts, Precision
+from mira_engine.types import CompileMode, ComputeDtype, DraftExperts, Lookahead, Precision
 
 CHAT = [ChatMessage(role="user", content="Hello, who are you?")]
 CONFIG = EngineConfig(
@@ -195,13 +195,26 @@ def test_governor_is_given_all_depths_up_to_the_plans_unless_told(
 
 
 def test_seeded_sampling_keeps_k(load: Callable[..., Engine]) -> None:
-    engine = load()
+    engine = load(draft_experts=DraftExperts.ALL)
     drafted: list[int] = []
     engine.on_round = lambda each: drafted.append(each.num_draft)
     first = reply(engine, 80, temperature=0.9, seed=3)
     assert engine.stats().governor_reason == "K 4: fixed, since a seed was given."
     assert set(drafted[:-2]) == {4}
     assert reply(engine, 80, temperature=0.9, seed=3) == first
+
+
+@pytest.mark.parametrize("k", [None, 3])
+def test_seeded_sampling_does_not_draft_with_what_happens_to_be_cached(
+    load: Callable[..., Engine], k: int | None
+) -> None:
+    engine = load(draft_experts=DraftExperts.CACHED, num_draft_tokens=k, budget=TIGHT)
+    texts = [reply(engine, 60, temperature=0.9, seed=3) for _ in range(3)]
+    assert texts[0] == texts[1] == texts[2]
+    assert engine.stats().num_drafted == 0
+    assert "a seed was given" in engine.stats().governor_reason
+    reply(engine, 20)
+    assert engine.stats().num_drafted > 0, "greedy replies draft"
 
 
 def test_cache_that_cannot_be_rolled_back_is_the_reason_for_k_of_0(
@@ -221,7 +234,7 @@ def test_cache_that_cannot_be_rolled_back_is_the_reason_for_k_of_0(
 def test_window_of_k_has_a_batch_after_every_token(
     load: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = load(num_draft_tokens=6)
+    engine = load(num_draft_tokens=6, lookahead=Lookahead.BATCHES)
     planner = engine.executor.driver.planner
     boundaries: list[int] = []
     plan = planner.plan

@@ -87,7 +87,9 @@ def test_slots_roll_where_a_layer_needs_more_than_there_are() -> None:
 
 
 def test_slot_that_somebody_elses_load_frees_goes_to_what_is_missing() -> None:
-    driver = ExpertCacheDriver(replace(SETUP, num_slots=2, is_lookahead_immediate=True))
+    driver = ExpertCacheDriver(
+        replace(SETUP, num_slots=2, is_lookahead_immediate=True, num_reserved_slots=0)
+    )
     driver.begin_draft(1, True)
     ahead = [a for e in (6, 7) for a in driver.draft_routed(3, [e]) if isinstance(a, Fetch)]
     driver.end_draft(1, 0.1)
@@ -117,6 +119,21 @@ def test_failed_load_loses_its_slot_at_once_or_at_the_end_of_the_reply() -> None
     assert driver.residency.slot_of(ExpertId(0, 2)) is None
 
 
+def test_slot_of_a_failed_load_goes_to_what_is_missing() -> None:
+    driver = ExpertCacheDriver(replace(SETUP, num_slots=1, num_reserved_slots=0))
+    driver.predict(3, [(7, 0.5)], 1)
+    assert fetched(driver.enter_layer(0, [(1, 1)])) == [], "the only slot is loading"
+    assert fetched(driver.failed(0)) == [(0, 1)]
+
+
+def test_reply_that_ends_inside_a_layer_leaves_nothing_behind() -> None:
+    driver = ExpertCacheDriver(SETUP)
+    driver.enter_layer(0, [(1, 1), (2, 1)])
+    driver.end_reply()
+    assert not driver.is_layer_open
+    assert not any(map(driver.residency.is_pinned, range(SETUP.num_slots)))
+
+
 # -- drafting --------------------------------------------------------------------------------
 
 
@@ -137,7 +154,9 @@ def test_batches_come_at_boundaries_up_to_the_end_of_the_draft() -> None:
 
 
 def test_immediate_lookahead_fetches_each_choice_once_and_evicts_nothing_of_the_window() -> None:
-    driver = ExpertCacheDriver(replace(SETUP, num_slots=3, is_lookahead_immediate=True))
+    driver = ExpertCacheDriver(
+        replace(SETUP, num_slots=3, is_lookahead_immediate=True, num_reserved_slots=0)
+    )
     bring(driver, 3, 0, 1, 2)
     assert not driver.is_listening
     assert driver.begin_draft(2, True) == []
@@ -155,6 +174,15 @@ def test_immediate_lookahead_fetches_each_choice_once_and_evicts_nothing_of_the_
     (found,) = driver.landed(actions[0].slot)
     assert found.served_by is ServedBy.STAGE
     assert found.is_prefetched
+
+
+def test_immediate_lookahead_leaves_slots_that_are_not_loading() -> None:
+    driver = ExpertCacheDriver(replace(SETUP, is_lookahead_immediate=True, num_reserved_slots=2))
+    driver.begin_draft(2, True)
+    actions = driver.draft_routed(0, range(8))
+    assert len(fetched(actions)) == SETUP.num_slots - 2
+    driver.end_draft(2, 0.1)
+    assert len(fetched(driver.enter_layer(1, [(1, 1), (2, 1)]))) == 2
 
 
 def test_draft_without_prefetching_is_not_listened_to() -> None:
@@ -303,6 +331,16 @@ def test_static_hot_set_is_filled_and_stays() -> None:
         bring(driver, 2, number % 8)
         driver.end_pass(1)
     assert all(driver.residency.is_ready(ExpertId(0, e)) for e in range(4))
+
+
+def test_hot_expert_on_its_way_is_left_alone_by_the_rebalancer() -> None:
+    driver = ExpertCacheDriver(REGIONS)
+    for _ in range(300):
+        bring(driver, 0, 1)
+        driver.rebalancer.observe_tokens(1)
+    driver.fill_hot([(2, 5)])  # It stays LOADING.
+    driver.rebalancer.observe_routing(ExpertId(2, 5), 900, ServedBy.MISS)
+    assert (2, 5) not in {tuple(a.expert) for a in driver.end_pass(1)}
 
 
 def test_hot_follows_the_demand() -> None:

@@ -145,7 +145,7 @@ def _speculation_off(
             f"-k {draft.num_draft_tokens} turns it on."
         )
     if wishes.budget is not None:
-        return plan_memory(facts, wishes.budget, None, wishes.draft_dense)[1]
+        return plan_memory(facts, wishes.budget, None)[1]
     return f"Speculation is off: {draft.reason}."
 
 

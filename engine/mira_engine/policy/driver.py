@@ -141,6 +141,7 @@ class ExpertCacheDriver:
         self.on_decision: OnDecision | None = None
         self._analyzer = IncrementalRoutingPatternAnalyzer(self.lookahead)
         self._staging = PredictiveStaging(setup.top_k)
+        self._num_reserved = setup.num_reserved_slots
         self._has_regions = setup.num_hot_slots is not None
         self._is_prediction_wanted = True
         self._ahead: dict[ExpertId, FetchReason] = {}
@@ -302,12 +303,16 @@ class ExpertCacheDriver:
 
     @_observation
     def failed(self, slot: int) -> list[Action]:
-        """A load has failed. Where nobody waits for it, it only loses its slot."""
+        """A load has failed. Where nobody waits for it, it only loses its slot.
+
+        Returns:
+            Fetches that the slot is free for now.
+        """
         if self.residency.is_pinned(slot):
             self._failed.append(slot)
-        else:
-            self.residency.abandon(slot)
-        return []
+            return []
+        self.residency.abandon(slot)
+        return self._fetch_missing()
 
     @_observation
     def computed(self, slots: Sequence[int]) -> list[Action]:
@@ -322,12 +327,15 @@ class ExpertCacheDriver:
     @_observation
     def leave_layer(self) -> list[Action]:
         """The layer is done, or was broken off: nothing of it is waited for or pinned."""
+        self._drop_layer()
+        return self.residency.leave_layer(self._layer) if self._has_regions else []
+
+    def _drop_layer(self) -> None:
         for expert in sorted(self._pinned):
             self.residency.unpin(expert)
         self._pinned.clear()
         self._waiting.clear()
         self._missing.clear()
-        return self.residency.leave_layer(self._layer) if self._has_regions else []
 
     def _fetch_missing(self) -> list[Action]:
         fetches: list[Action] = []
@@ -389,7 +397,12 @@ class ExpertCacheDriver:
         actions: list[Action] = []
         for expert in chosen:
             if self.residency.slot_of(expert) is None:
-                fetch = self.residency.admit(expert, FetchReason.LOOKAHEAD, protected=self._window)
+                fetch = None
+                # A miss must find a slot whose record it need not wait for.
+                if self.residency.num_loading + self._num_reserved < self.residency.num_slots:
+                    fetch = self.residency.admit(
+                        expert, FetchReason.LOOKAHEAD, protected=self._window
+                    )
                 actions.append(fetch or Skip(expert, SkipReason.NO_ROOM))
         self._note_moves(actions)
         return actions
@@ -452,7 +465,12 @@ class ExpertCacheDriver:
 
     @_observation
     def end_pass(
-        self, num_tokens: int, link_bytes: int = 0, link_s: float = 0.0, ahead_s: float = 0.0
+        self,
+        num_tokens: int,
+        link_bytes: int = 0,
+        link_s: float = 0.0,
+        planning_s: float = 0.0,
+        predicting_s: float = 0.0,
     ) -> list[Action]:
         """A target pass is over; what was moved ahead for it and not used has no claim.
 
@@ -460,14 +478,15 @@ class ExpertCacheDriver:
             num_tokens: Tokens that it went on by.
             link_bytes: Bytes that landed since the pass before.
             link_s: Seconds that moving them took, each record's counted for itself.
-            ahead_s: Seconds that planning and predicting took.
+            planning_s: Seconds that planning a draft's batches took.
+            predicting_s: Seconds that heads took.
 
         Returns:
             The rebalancer's swaps, where its interval is over.
         """
         self.planner.observe_transfer(link_bytes, link_s / self._setup.num_links)
-        self._judge(self.payoff, FetchReason.LOOKAHEAD, ahead_s)
-        self._judge(self.prediction_payoff, FetchReason.PREDICTED, ahead_s)
+        self._judge(self.payoff, FetchReason.LOOKAHEAD, planning_s)
+        self._judge(self.prediction_payoff, FetchReason.PREDICTED, predicting_s)
         self._ahead.clear()
         self._staging.begin_pass()
         self._is_prediction_wanted = self.prediction_payoff.begin_round()
@@ -491,9 +510,12 @@ class ExpertCacheDriver:
     @_observation
     def end_reply(self) -> list[Action]:
         """The reply has ended in any way: failed loads give their slots up."""
+        self._drop_layer()
         for slot in self._failed:
             self.residency.abandon(slot)
         self._failed.clear()
+        self._streamed.clear()
+        self._is_lookahead_on = False
         self._ahead.clear()
         self._staging.begin_pass()
         self.residency.end_window()

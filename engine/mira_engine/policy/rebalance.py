@@ -260,7 +260,12 @@ class Rebalancer:
         max_swaps: int,
     ) -> list[Action]:
         """Promotes the most wanted, for the least kept where HOT is full."""
-        candidates = sorted((-score, e) for e, score in wanted.items() if e not in kept)
+        # One that is HOT and still on its way, or pinned, is neither kept nor wanted.
+        candidates = sorted(
+            (-score, e)
+            for e, score in wanted.items()
+            if e not in kept and residency.served_by(e) is not ServedBy.HOT
+        )
         victims = sorted((score, e) for e, score in kept.items())
         actions: list[Action] = []
         num_left = max_swaps

@@ -186,6 +186,17 @@ class PredictorBank:
         return cls(facts, choices, max_picks=max_picks)
 
 
+def predictors_bytes(folder: Path) -> int:
+    """Returns the memory that a folder's predictors take, 0 where there are none.
+
+    What native kernels read of them is made besides: never more than the file has.
+    """
+    try:
+        return 2 * (folder / TENSORS_FILE).stat().st_size
+    except OSError:
+        return 0
+
+
 def _read_choices(path: Path, layers: Mapping[str, Mapping[str, object]]) -> dict[int, LayerChoice]:
     tensors: dict[int, dict[str, torch.Tensor]] = {int(layer): {} for layer in layers}
     with safe_open(path, framework="pt") as file:

@@ -43,7 +43,8 @@ class BatchDecoder:
     Args:
         requests: Fresh requests.
         config: The model's; it must be able to share a padded cache.
-        plan: The engine's; gives K, and the memory that the batch may use.
+        plan: The engine's; gives the memory that the batch may use.
+        num_draft_tokens: K, the plan's at most.
         context_length: Tokens that the plan's KV cache is for.
         passes: Forward passes.
         executor: Computes the experts.
@@ -63,6 +64,7 @@ class BatchDecoder:
         config: PreTrainedConfig,
         plan: MemoryPlan,
         *,
+        num_draft_tokens: int,
         context_length: int,
         passes: ModelPasses,
         executor: ExpertExecutor,
@@ -75,7 +77,7 @@ class BatchDecoder:
         self._passes = passes
         self._executor = executor
         self._end_ids = end_ids
-        self._num_draft_tokens = plan.num_draft_tokens
+        self._num_draft_tokens = num_draft_tokens
         self._chunk_tokens = chunk_tokens
         self._window = window
         self._compact_above = compact_above

@@ -54,7 +54,7 @@ class DraftWindow:
         actions = self._driver.reach_boundary(num_passes, self._driver.lookahead.snapshot())
         executor.obey(actions)
         self._planning_s += time.perf_counter() - started
-        executor.meter.decode.ahead_s += time.perf_counter() - started
+        executor.meter.decode.planning_s += time.perf_counter() - started
         self._boundary = _boundary(num_passes, actions)
 
     def end(self, num_passes: int, num_drafted: int) -> None:

@@ -80,7 +80,7 @@ class ExpertExecutor:
         self._is_draft_in_slots = False
         self.predictor: PredictorBank | None = None
         """Tells what a later layer will need; used where the driver finds it worth it."""
-        self._seen: tuple[TrafficCounters, int, float, float] | None = None
+        self._seen: tuple[TrafficCounters, int, float, float, float] | None = None
         """Counters, and what of them the driver knows already."""
 
     def __call__(
@@ -170,17 +170,15 @@ class ExpertExecutor:
         top_k_index: torch.Tensor,
     ) -> None:
         """Computes a layer's experts as they are there, until all are."""
-        driver = self.driver
-        ready = self.obey(driver.enter_layer(layer, plan.demand()))
-        is_open = driver.is_layer_open
-        if self.predictor is not None and driver.is_prediction_wanted:
-            self._stage_predicted(layer, hidden, top_k_index)
-        if not is_open:  # Nothing of this layer moves meanwhile, so nothing is pinned.
-            plan.compute(ready)
-            if driver.has_layer_ends:
-                self.obey(driver.leave_layer())
-            return
+        driver, is_open = self.driver, True
         try:
+            ready = self.obey(driver.enter_layer(layer, plan.demand()))
+            is_open = driver.is_layer_open
+            if self.predictor is not None and driver.is_prediction_wanted:
+                self._stage_predicted(layer, hidden, top_k_index)
+            if not is_open:  # Nothing of this layer moves meanwhile, so nothing is pinned.
+                plan.compute(ready)
+                return
             ready += self.collect(self.transfer.poll())
             while True:
                 if ready:
@@ -190,7 +188,8 @@ class ExpertExecutor:
                     return
                 ready = self._await_some()
         finally:
-            self.obey(driver.leave_layer())
+            if is_open or driver.has_layer_ends:
+                self.obey(driver.leave_layer())
 
     def _stage_predicted(self, layer: int, hidden: torch.Tensor, top_k_index: torch.Tensor) -> None:
         """Fetches what the predictor expects in a later layer.
@@ -208,20 +207,27 @@ class ExpertExecutor:
         if picks:
             target = layer + predictor.facts.offset
             self.obey(self.driver.predict(target, picks, hidden.shape[0]))
-        self._traffic().ahead_s += time.perf_counter() - started
+        self._traffic().predicting_s += time.perf_counter() - started
 
     def end_pass(self, num_tokens: int) -> None:
         """A target pass is over, on which the text goes on by `num_tokens`."""
         traffic = self._traffic()
         if self._seen is None or self._seen[0] is not traffic:  # Another reply's.
-            self._seen = traffic, 0, 0.0, 0.0
-        _, num_bytes, transfer_s, ahead_s = self._seen
-        self._seen = traffic, traffic.num_bytes, traffic.transfer_s, traffic.ahead_s
+            self._seen = traffic, 0, 0.0, 0.0, 0.0
+        _, num_bytes, transfer_s, planning_s, predicting_s = self._seen
+        self._seen = (
+            traffic,
+            traffic.num_bytes,
+            traffic.transfer_s,
+            traffic.planning_s,
+            traffic.predicting_s,
+        )
         actions = self.driver.end_pass(
             num_tokens,
             traffic.num_bytes - num_bytes,
             traffic.transfer_s - transfer_s,
-            traffic.ahead_s - ahead_s,
+            traffic.planning_s - planning_s,
+            traffic.predicting_s - predicting_s,
         )
         self.obey(actions)
 
@@ -288,12 +294,13 @@ class ExpertExecutor:
         for item in landed:
             if item.error is not None:
                 is_needed = self.driver.residency.is_pinned(item.slot)
-                self.driver.failed(item.slot)
+                self.obey(self.driver.failed(item.slot))
                 error = error or (item.error if is_needed else None)
                 continue
-            ready += self.obey(self.driver.landed(item.slot))
             if self._is_draft_in_slots:
+                # First: the answer may give the slot to somebody else already.
                 self._fused.place(item.expert, item.slot)
+            ready += self.obey(self.driver.landed(item.slot))
             traffic.num_records += 1
             traffic.num_bytes += item.num_bytes
             traffic.transfer_s += item.seconds

@@ -30,7 +30,8 @@ class TrafficCounters:
     num_skipped: int = 0
     num_bytes: int = 0
     transfer_s: float = 0.0
-    ahead_s: float = 0.0
+    planning_s: float = 0.0
+    predicting_s: float = 0.0
     stall_s: float = 0.0
 
 
