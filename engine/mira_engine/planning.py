@@ -72,6 +72,7 @@ def plan_model(
         memory_bytes=memory_bytes,
         num_draft_tokens=config.num_draft_tokens,
         draft_dense=config.draft_dense,
+        draft_experts=config.draft_experts,
         precision=config.precision,
         is_compact_allowed=request.is_compact_allowed,
         num_prompt_tokens=min(DEFAULT_PROMPT_TOKENS, context),

@@ -43,4 +43,5 @@ def test_quick_profile_picks_the_fastest_k_and_the_next_reply_uses_it(tiny_check
     run = mira_chat("run", "--model", model, "--max-tokens", "12", "--json", *ROOMY, "hello")
     answer = json.loads(run.stdout)
     assert answer["plan"]["num_draft_tokens"] == 2
-    assert answer["stats"]["governor_reason"].startswith("K 2: ")
+    assert answer["stats"]["num_drafted"] > 0
+    assert answer["stats"]["governor_reason"].startswith("K ")
