@@ -205,7 +205,7 @@ class OperatorTimer:
     def __init__(self, engine: Engine) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
         binding = engine.passes._binding
-        engine.passes._binding = lambda: self._timed(binding())
+        engine.passes._binding = lambda run: self._timed(binding(run))
 
     def _timed(self, binding: StepBinding) -> StepBinding:
         return StepBinding(

@@ -7,7 +7,7 @@ in the engine thread.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -113,11 +113,8 @@ class ModelPasses:
             Logits `[len(tokens), V]`.
         """
         count, surplus = len(tokens), step.num_tokens - len(tokens)
-        binding = StepBinding(
-            self._run_experts if not surplus else partial(self._run_some_experts, count),
-            self.state.cache.layers,
-            cached_attention,
-        )
+        run = self._run_experts if not surplus else partial(self._run_some_experts, count)
+        binding = self._binding(run)
         padded = [*tokens, *[tokens[-1]] * surplus]
         logits = step(padded, self.state.num_cached, binding)
         if surplus:
@@ -163,6 +160,9 @@ class ModelPasses:
         """Sets what experts and dense layers do in passes that somebody else runs."""
         self._executor.phase = phase
         self._switch.is_drafting = phase is Phase.DRAFT
+
+    def _binding(self, run_experts: Callable[..., torch.Tensor]) -> StepBinding:
+        return StepBinding(run_experts, self.state.cache.layers, cached_attention)
 
     def _run_experts(
         self,
