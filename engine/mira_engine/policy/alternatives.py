@@ -230,8 +230,7 @@ class _Comparison:
         wanted = self.wishes.draft_experts
         if wanted is not DraftExperts.AUTO:
             return wanted
-        is_wanted = bool(self.wishes.num_draft_tokens)
-        return usual_draft_experts(self.facts, self._room(), is_draft_wanted=is_wanted)
+        return usual_draft_experts(self.facts, self._room(), self.wishes.num_draft_tokens)
 
     def _row(
         self, strategy: Strategy, k: int, draft_experts: DraftExperts = DraftExperts.ALL

@@ -155,21 +155,33 @@ a token at K = 2 where all experts in INT4 give 23.0 at K = 4 and K = 0 22.5; on
 379 MB/s 24.0 to 24.7, 27.7 and 29.3. Below, too much of the draft is missing."""
 
 
+MAX_CACHED_DRAFT_TOKENS = 2
+"""K up to which a fixed depth is preferred with the cached experts. What they lack costs more
+with each token. Measured as above, K = 4: on the disk 26.3 ms with the cached experts and 23.0
+with all, on the slow link 28.7 and 27.7."""
+
+
 def usual_draft_experts(
-    facts: ModelFacts, budget_bytes: int, *, is_draft_wanted: bool = False
+    facts: ModelFacts, budget_bytes: int, num_draft_tokens: int | None = None
 ) -> DraftExperts:
     """Returns which experts a draft computes with where nobody chose and nothing is predicted.
 
-    Those in the slots where a slot holds a plane that is a draft by itself, and most experts
-    have one; else all. Where that does not fit and a draft was asked for, those in the slots.
+    Those in the slots where a slot holds a plane that is a draft by itself, most experts have
+    one, and the draft is short or a governor keeps it so; else all. Where all do not fit and a
+    draft was asked for, those in the slots.
+
+    Args:
+        facts: The model's sizes.
+        budget_bytes: For experts.
+        num_draft_tokens: K as asked for, `None` where a governor chooses it.
     """
     if not facts.has_own_draft_plane:
         return DraftExperts.ALL
     most = MIN_CACHED_SHARE * facts.num_experts * facts.whole_record_bytes
-    is_all_too_much = budget_bytes < facts.min_bytes_with_draft()
-    if budget_bytes >= most or (is_draft_wanted and is_all_too_much):
+    if num_draft_tokens and budget_bytes < facts.min_bytes_with_draft():
         return DraftExperts.CACHED
-    return DraftExperts.ALL
+    is_short = num_draft_tokens is None or num_draft_tokens <= MAX_CACHED_DRAFT_TOKENS
+    return DraftExperts.CACHED if is_short and budget_bytes >= most else DraftExperts.ALL
 
 
 def room_for_experts(facts: ModelFacts, memory_bytes: int) -> int:
