@@ -6,6 +6,7 @@ K) and the model's sizes. Loads and measures nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from .model.facts import gather_facts
 from .policy.alternatives import PlanWishes, choose_plan, usable_memory, usual_budget, with_link
 from .policy.budget import (
     DEFAULT_NUM_DRAFT_TOKENS,
+    SLOW_LINK_BYTES_PER_S,
     ModelFacts,
     plan_memory,
     room_for_experts,
@@ -187,6 +189,7 @@ def make_load_plan(
         draft_dense=config.draft_dense,
         draft_experts=config.draft_experts,
         precision=config.precision,
+        is_link_slow=(config.link.bytes_per_s or math.inf) < SLOW_LINK_BYTES_PER_S,
     )
     expect = usual_expectations(is_builtin=home.is_builtin)
     memory, note = choose_plan(facts, wishes, _known_rates(config, profile_dir), expect)

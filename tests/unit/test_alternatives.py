@@ -222,6 +222,20 @@ def test_draft_that_was_asked_for_uses_the_cached_experts_where_all_do_not_fit()
     assert plan.draft_experts is DraftExperts.ALL, "a slot has no draft of its own"
 
 
+def test_longer_fixed_draft_uses_all_experts_unless_the_link_is_slow():
+    asked = wishes(budget=MemoryAmount(share=0.75), num_draft_tokens=4)
+    sources = [
+        choose_plan(FACTS, each, None)[0].draft_experts
+        for each in (
+            asked,
+            replace(asked, is_link_slow=True),
+            replace(asked, num_draft_tokens=2),
+            replace(asked, num_draft_tokens=None),
+        )
+    ]
+    assert sources == [DraftExperts.ALL, *[DraftExperts.CACHED] * 3]
+
+
 def test_slow_link_makes_the_draft_use_the_cached_experts():
     asked = wishes(budget=MemoryAmount(share=0.75), num_draft_tokens=4)
     slow = replace(MACHINE, link_bytes_per_s=MACHINE.link_bytes_per_s / 100)

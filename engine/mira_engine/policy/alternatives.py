@@ -54,6 +54,7 @@ class PlanWishes:
         draft_experts: Which routed experts a draft computes with.
         precision: Expert format of the target.
         is_compact_allowed: Whether INT4 experts may be the target.
+        is_link_slow: Whether the link is known to be slow, where rates are not.
         has_heads: Whether there are predictor heads for this model.
         num_prompt_tokens: Prompt length for the time to the first token.
     """
@@ -65,6 +66,7 @@ class PlanWishes:
     draft_experts: DraftExperts = DraftExperts.AUTO
     precision: Precision = Precision.NESTED
     is_compact_allowed: bool = False
+    is_link_slow: bool = False
     has_heads: bool = False
     num_prompt_tokens: int = DEFAULT_PROMPT_TOKENS
 
@@ -230,7 +232,12 @@ class _Comparison:
         wanted = self.wishes.draft_experts
         if wanted is not DraftExperts.AUTO:
             return wanted
-        return usual_draft_experts(self.facts, self._room(), self.wishes.num_draft_tokens)
+        return usual_draft_experts(
+            self.facts,
+            self._room(),
+            self.wishes.num_draft_tokens,
+            is_link_slow=self.wishes.is_link_slow,
+        )
 
     def _row(
         self, strategy: Strategy, k: int, draft_experts: DraftExperts = DraftExperts.ALL

@@ -156,24 +156,33 @@ a token at K = 2 where all experts in INT4 give 23.0 at K = 4 and K = 0 22.5; on
 
 
 MAX_CACHED_DRAFT_TOKENS = 2
-"""K up to which a fixed depth is preferred with the cached experts. What they lack costs more
-with each token. Measured as above, K = 4: on the disk 26.3 ms with the cached experts and 23.0
-with all, on the slow link 28.7 and 27.7."""
+"""K up to which a fixed depth is preferred with the cached experts, on a link that is not known
+to be slow. What they lack costs more with each token. Measured as above, K = 4: on the disk
+26.3 ms with the cached experts and 23.0 with all. All experts move twice the bytes: on links
+of 220 to 256 MB/s, K = 4 took .87 of K = 0 with the cached experts and 1.24 with all."""
+
+SLOW_LINK_BYTES_PER_S = 500e6
+"""Rate below which a link is known to be slow beside the built-in model's steps."""
 
 
 def usual_draft_experts(
-    facts: ModelFacts, budget_bytes: int, num_draft_tokens: int | None = None
+    facts: ModelFacts,
+    budget_bytes: int,
+    num_draft_tokens: int | None = None,
+    *,
+    is_link_slow: bool = False,
 ) -> DraftExperts:
     """Returns which experts a draft computes with where nobody chose and nothing is predicted.
 
     Those in the slots where a slot holds a plane that is a draft by itself, most experts have
-    one, and the draft is short or a governor keeps it so; else all. Where all do not fit and a
+    one, and the draft is short, a governor keeps it so, or the link is slow; else all. Where all do not fit and a
     draft was asked for, those in the slots.
 
     Args:
         facts: The model's sizes.
         budget_bytes: For experts.
         num_draft_tokens: K as asked for, `None` where a governor chooses it.
+        is_link_slow: Whether the link is known to be slow.
     """
     if not facts.has_own_draft_plane:
         return DraftExperts.ALL
@@ -181,7 +190,8 @@ def usual_draft_experts(
     if num_draft_tokens and budget_bytes < facts.min_bytes_with_draft():
         return DraftExperts.CACHED
     is_short = num_draft_tokens is None or num_draft_tokens <= MAX_CACHED_DRAFT_TOKENS
-    return DraftExperts.CACHED if is_short and budget_bytes >= most else DraftExperts.ALL
+    is_better = (is_short or is_link_slow) and budget_bytes >= most
+    return DraftExperts.CACHED if is_better else DraftExperts.ALL
 
 
 def room_for_experts(facts: ModelFacts, memory_bytes: int) -> int:
