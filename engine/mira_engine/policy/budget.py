@@ -175,8 +175,8 @@ def usual_draft_experts(
     """Returns which experts a draft computes with where nobody chose and nothing is predicted.
 
     Those in the slots where a slot holds a plane that is a draft by itself, most experts have
-    one, and the draft is short, a governor keeps it so, or the link is slow; else all. Where all do not fit and a
-    draft was asked for, those in the slots.
+    one, and the draft is short, a governor keeps it so, or the link is slow; else all. Where
+    all do not fit and a draft was asked for, those in the slots.
 
     Args:
         facts: The model's sizes.
