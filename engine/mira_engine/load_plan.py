@@ -162,6 +162,7 @@ def make_load_plan(
         on_notice(Notice(code=code, text=text))
 
     facts = gather_facts(home.backbone_dir, config, target.format, draft_source.format)
+    heads_bytes = 0
     if config.is_predicting and config.is_prefetch_enabled:
         heads_bytes = predictors_bytes(home.predictors_dir)
         facts = replace(facts, workspace_bytes=facts.workspace_bytes + heads_bytes)
@@ -189,6 +190,7 @@ def make_load_plan(
         draft_dense=config.draft_dense,
         draft_experts=config.draft_experts,
         precision=config.precision,
+        has_heads=heads_bytes > 0,
         is_link_slow=(config.link.bytes_per_s or math.inf) < SLOW_LINK_BYTES_PER_S,
     )
     expect = usual_expectations(is_builtin=home.is_builtin)

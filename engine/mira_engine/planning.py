@@ -31,6 +31,7 @@ from .policy.alternatives import (
 )
 from .policy.budget import ModelFacts
 from .policy.cost_model import usual_expectations
+from .predictor.bank import predictors_bytes
 from .runtime.probe import PROFILE_FILE, MachineProfile, default_num_threads, measure_rates
 
 _CARD_LAYOUT = "rows"
@@ -75,6 +76,7 @@ def plan_model(
         draft_experts=config.draft_experts,
         precision=config.precision,
         is_compact_allowed=request.is_compact_allowed,
+        has_heads=predictors_bytes(home.predictors_dir) > 0,
         num_prompt_tokens=min(DEFAULT_PROMPT_TOKENS, context),
     )
     alternatives = compare_plans(

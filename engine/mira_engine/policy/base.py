@@ -7,6 +7,7 @@ Pure. A policy decides and does nothing; `mira_engine.runtime` carries actions o
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..types import ExpertId, ServedBy
@@ -145,3 +146,9 @@ class Decline:
 
 
 Action = Fetch | Skip | Compute | Await | DraftOn | Evict | Promote | Demote | Decline
+
+
+def next_boundary(num_drafted: int, actions: Sequence[Action]) -> int | None:
+    """Returns the drafted tokens at the next boundary, `None` where there is none."""
+    chunks = [action.num_tokens for action in actions if isinstance(action, DraftOn)]
+    return num_drafted + chunks[0] if chunks else None

@@ -15,7 +15,7 @@ import time
 from collections.abc import Collection, Sequence
 
 from ..model.sampling import DraftToken, Sampler
-from ..policy.base import Action, DraftOn
+from ..policy.base import next_boundary
 from ..types import Phase
 from .executor import ExpertExecutor
 from .passes import ModelPasses
@@ -42,7 +42,7 @@ class DraftWindow:
         self._started = time.perf_counter()
         self._planning_s = 0.0
         actions = self._driver.begin_draft(num_passes, self._is_prefetch_enabled)
-        self._boundary = _boundary(0, actions)
+        self._boundary = next_boundary(0, actions)
 
     def advance(self, num_passes: int) -> None:
         """So many passes are done; at a boundary, a batch is planned and submitted."""
@@ -55,7 +55,7 @@ class DraftWindow:
         executor.obey(actions)
         self._planning_s += time.perf_counter() - started
         executor.meter.decode.planning_s += time.perf_counter() - started
-        self._boundary = _boundary(num_passes, actions)
+        self._boundary = next_boundary(num_passes, actions)
 
     def end(self, num_passes: int, num_drafted: int) -> None:
         """The window has ended, after so many passes, with so many tokens."""
@@ -63,11 +63,6 @@ class DraftWindow:
         self._executor.meter.draft_s += elapsed
         self._executor.meter.num_drafted += num_drafted
         self._driver.end_draft(num_passes, elapsed - self._planning_s)
-
-
-def _boundary(num_passes: int, actions: Sequence[Action]) -> int | None:
-    chunks = [action.num_tokens for action in actions if isinstance(action, DraftOn)]
-    return num_passes + chunks[0] if chunks else None
 
 
 class DraftStage:

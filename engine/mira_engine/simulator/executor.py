@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..policy.base import AHEAD, Action, Await, Compute, DraftOn, Fetch, FetchReason
+from ..policy.base import AHEAD, Action, Await, Compute, Fetch, FetchReason, next_boundary
 from ..policy.driver import CacheSetup, ExpertCacheDriver, OnDecision
 from ..policy.eviction import EvictionPolicy
 from ..types import ExpertId, ServedBy
@@ -125,7 +125,7 @@ class SimulatedExecutor:
         """Drafts tokens whose choices are `[num_layers][top_k]` each, and fetches meanwhile."""
         started_s = self.clock.now_s
         (driver,) = self._drivers
-        boundary = _next_boundary(0, driver.begin_draft(len(tokens), is_prefetching))
+        boundary = next_boundary(0, driver.begin_draft(len(tokens), is_prefetching))
         for number, choices in enumerate(tokens, start=1):
             self.clock.advance(self._costs.draft_s)
             for layer, experts in enumerate(choices):
@@ -134,7 +134,7 @@ class SimulatedExecutor:
                 self._collect(self._link.poll(self.clock.now_s))
                 actions = driver.reach_boundary(number, driver.lookahead.snapshot())
                 self._obey(0, actions)
-                boundary = _next_boundary(number, actions)
+                boundary = next_boundary(number, actions)
         driver.end_draft(len(tokens), self.clock.now_s - started_s)
         self.traffic.draft_s += self.clock.now_s - started_s
 
@@ -210,8 +210,3 @@ class SimulatedExecutor:
             self.traffic.num_records += 1
             ready += self._obey(owner, self._drivers[owner].landed(slot))
         return ready
-
-
-def _next_boundary(num_drafted: int, actions: Sequence[Action]) -> int | None:
-    chunks = [action.num_tokens for action in actions if isinstance(action, DraftOn)]
-    return num_drafted + chunks[0] if chunks else None
