@@ -396,7 +396,14 @@ class Engine:
         sampler = Sampler(sampling)
         depth: DepthPolicy = self._fixed_depth
         if self._is_seed_at_stake(sampling):
-            depth = FixedDepth(0, "a seed was given, and the draft depends on the cache")
+            reason = "a seed was given, and the draft depends on the cache"
+            depth = FixedDepth(0, reason)
+            if self.config.num_draft_tokens:
+                self._tell_once(
+                    "seed-without-draft",
+                    f"-k {self.config.num_draft_tokens} is not used: {reason}; "
+                    "--draft-experts all drafts with a seed, too.",
+                )
         elif self.governor is not None and (sampling.is_greedy or sampling.seed is None):
             depth = self.governor  # A seed gives the same text only if K does not change.
         meter.num_prompt_tokens = len(prompt)
@@ -620,8 +627,12 @@ class Engine:
                 "The file system does not allow O_DIRECT: records pass through the page cache.",
             )
 
-        if not self.executor.driver.payoff.is_on:
-            self._tell_once("prefetch-off", self.executor.driver.payoff.reason)
+        driver = self.executor.driver
+        if not driver.payoff.is_on:
+            self._tell_once("prefetch-off", driver.payoff.reason)
+        if not driver.prediction_payoff.is_on:
+            reason = driver.prediction_payoff.reason
+            self._tell_once("predictions-off", f"Of the predictor heads: {reason}")
 
     def stats(self) -> ReplyStats:
         """Returns the figures of the running or the last reply."""

@@ -208,11 +208,16 @@ def test_seeded_sampling_keeps_k(load: Callable[..., Engine]) -> None:
 def test_seeded_sampling_does_not_draft_with_what_happens_to_be_cached(
     load: Callable[..., Engine], k: int | None
 ) -> None:
-    engine = load(draft_experts=DraftExperts.CACHED, num_draft_tokens=k, budget=TIGHT)
+    notices: list[Notice] = []
+    engine = load(
+        notices=notices, draft_experts=DraftExperts.CACHED, num_draft_tokens=k, budget=TIGHT
+    )
     texts = [reply(engine, 60, temperature=0.9, seed=3) for _ in range(3)]
     assert texts[0] == texts[1] == texts[2]
     assert engine.stats().num_drafted == 0
     assert "a seed was given" in engine.stats().governor_reason
+    told = [n.text for n in notices if n.code == "seed-without-draft"]
+    assert len(told) == (1 if k else 0), "what was asked for and is not done is said once"
     reply(engine, 20)
     assert engine.stats().num_drafted > 0, "greedy replies draft"
 
@@ -272,7 +277,10 @@ def test_prefetching_that_does_not_pay_is_said_once(load: Callable[..., Engine])
     useless = payoff.PrefetchRound(num_prefetched=10, num_used=0, saved_s=0.0, spent_s=1.0)
     for _ in range(20):
         engine.executor.driver.payoff.observe(useless)
+        engine.executor.driver.prediction_payoff.observe(useless)
     reply(engine, 20)
+    (notice,) = [n for n in notices if n.code == "predictions-off"]
+    assert "0% of the records" in notice.text
     (notice,) = [n for n in notices if n.code == "prefetch-off"]
     assert "0% of the records" in notice.text
     assert engine.stats().num_records_prefetched == 0
