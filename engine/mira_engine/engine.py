@@ -197,6 +197,12 @@ class Engine:
             self.executor.predictor = PredictorBank.load(
                 self.home.predictors_dir, manifest.revision
             )
+            if self.executor.predictor is None and self.home.predictors_dir.is_dir():
+                self._notice(
+                    "no-predictors",
+                    "The predictors are damaged, unfinished or of other weights and are not used; "
+                    f"mira-chat prepare {self.home.name} makes them anew.",
+                )
         if config.trace_path is not None:
             self.executor.recorder = TraceRecorder(self._trace_header())
         num_stamped = stamp(self.model, self.executor)

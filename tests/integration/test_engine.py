@@ -206,6 +206,23 @@ def test_governor_begins_without_a_draft_where_that_is_predicted_to_be_faster(
     assert not [n for n in notices if n.code == "speculation-off"]
 
 
+def test_predictors_that_cannot_be_used_are_said(
+    load: Callable[..., Engine], home: ModelHome
+) -> None:
+    notices: list[Notice] = []
+    load(notices=notices)
+    assert not [n for n in notices if n.code == "no-predictors"], "none were made"
+    home.predictors_dir.mkdir()
+    try:
+        (home.predictors_dir / "predictors.json").write_text("{", encoding="utf-8")
+        engine = load(notices=notices)
+    finally:
+        shutil.rmtree(home.predictors_dir)
+    assert engine.executor.predictor is None
+    (notice,) = [n for n in notices if n.code == "no-predictors"]
+    assert "damaged" in notice.text
+
+
 def test_nested_moves_half_of_what_int8_moves(load: Callable[..., Engine]) -> None:
     nested = load(draft_experts=DraftExperts.ALL)
     int8 = load(precision=Precision.INT8)
