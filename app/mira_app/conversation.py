@@ -40,6 +40,8 @@ class Turn:
         status: Users' turns are always complete.
         error: What went wrong, where `status` is `ERROR`.
         stats: Figures of a reply.
+        thinking: What a model thought before its reply.
+        model: What `--model` calls the model that replied, empty for a question.
     """
 
     turn_id: int
@@ -49,6 +51,8 @@ class Turn:
     status: TurnStatus = TurnStatus.COMPLETE
     error: str = ""
     stats: ReplyStats | None = None
+    thinking: str = ""
+    model: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +110,8 @@ class Conversation:
         status: TurnStatus = TurnStatus.COMPLETE,
         error: str = "",
         stats: ReplyStats | None = None,
+        thinking: str = "",
+        model: str = "",
     ) -> Conversation:
         """Adds a reply to the question at the head.
 
@@ -114,7 +120,15 @@ class Conversation:
         """
         if self.head is None or self.head.role is not Role.USER:
             raise ValueError("a reply needs a question before it")
-        return self._with_turn(Role.ASSISTANT, content, status=status, error=error, stats=stats)
+        return self._with_turn(
+            Role.ASSISTANT,
+            content,
+            status=status,
+            error=error,
+            stats=stats,
+            thinking=thinking,
+            model=model,
+        )
 
     def _with_turn(self, role: Role, content: str, **fields: object) -> Conversation:
         turn = Turn(

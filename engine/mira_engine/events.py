@@ -10,7 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .config import EngineConfig, MachineRates, SamplingConfig
-from .types import CacheMode, DraftDense, DraftExperts, FinishReason, Precision, Strategy
+from .types import (
+    CacheMode,
+    DraftDense,
+    DraftExperts,
+    FinishReason,
+    Precision,
+    ReplyPart,
+    Strategy,
+)
 
 PROTOCOL_VERSION = 1
 
@@ -19,10 +27,15 @@ PROTOCOL_VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatMessage:
-    """One message of a chat; `role` is `system`, `user` or `assistant`."""
+    """One message of a chat; `role` is `system`, `user` or `assistant`.
+
+    Attributes:
+        thinking: What an assistant thought before it answered, for templates that want it back.
+    """
 
     role: str
     content: str
+    thinking: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +145,8 @@ class ReplyStats:
         bytes_moved: Bytes of those records.
         prefill_bytes_moved: Bytes of records moved during prefill.
         stall_s: Seconds after prefill in which compute waited for a record.
+        prefetch_stall_s: Of those, for records that were on their way before they were needed.
+        sample_s: Seconds spent choosing tokens from logits after prefill.
         draft_s: Seconds spent drafting.
         verify_s: Seconds spent in target passes after prefill, stalls included.
         num_drafted: Draft tokens proposed.
@@ -162,6 +177,8 @@ class ReplyStats:
     bytes_moved: int = 0
     prefill_bytes_moved: int = 0
     stall_s: float = 0.0
+    prefetch_stall_s: float = 0.0
+    sample_s: float = 0.0
     draft_s: float = 0.0
     verify_s: float = 0.0
     num_drafted: int = 0
@@ -291,6 +308,17 @@ class Generate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Reconfigure:
+    """Use another configuration from the next reply on; ends with `ModelLoaded`.
+
+    The loaded model and what its cache holds stay where the change allows it.
+    """
+
+    request_id: str
+    config: EngineConfig = field(default_factory=EngineConfig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Cancel:
     """Stop the request with this id; it ends with `GenerationDone` or `RequestFailed`."""
 
@@ -320,7 +348,9 @@ class PlanModel:
     is_compact_allowed: bool = False
 
 
-Request = PrepareModel | LoadModel | ProfileModel | Generate | Cancel | Shutdown | PlanModel
+Request = (
+    PrepareModel | LoadModel | ProfileModel | Generate | Reconfigure | Cancel | Shutdown | PlanModel
+)
 
 # -- events: engine -> app ------------------------------------------------------------------
 
@@ -399,7 +429,12 @@ class ProfileDone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLoaded:
-    """The model answers from now on."""
+    """The model answers from now on; also the answer to `Reconfigure`.
+
+    Attributes:
+        is_cache_kept: Whether the experts on the device stayed, after `Reconfigure`.
+        link_bytes_per_s: Rate of the expert link as measured or emulated, 0 where unknown.
+    """
 
     request_id: str
     model: str
@@ -407,6 +442,8 @@ class ModelLoaded:
     context_length: int
     plan: MemoryPlan
     load_s: float
+    is_cache_kept: bool = False
+    link_bytes_per_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -450,11 +487,48 @@ class PromptProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenDelta:
-    """New text of a reply. Whitespace counts; never half a character."""
+    """New text of a reply. Whitespace counts; never half a character.
+
+    Attributes:
+        part: Whether the text is the answer or what the model thinks before it.
+    """
 
     request_id: str
     text: str
     num_tokens: int
+    part: ReplyPart = ReplyPart.ANSWER
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextTrimmed:
+    """The chat did not fit: whole turns, the oldest, were left out; the system prompt stayed.
+
+    Attributes:
+        num_turns: Messages that were left out.
+        num_tokens: Tokens of the prompt that was read in the end.
+        limit: Tokens of the context.
+    """
+
+    request_id: str
+    num_turns: int
+    num_tokens: int
+    limit: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResidencySample:
+    """Where every expert is now, and how much it is used; at most four times a second.
+
+    Attributes:
+        regions: For each MoE layer one character an expert: `H` for HOT, `S` for STAGE, `s`
+            on its way there, `.` not on the device. Without regions all residents are `S`.
+        heat: For each MoE layer one digit an expert, `0` to `9`: its share of the tokens
+            routed lately, `9` for the busiest expert of all.
+    """
+
+    request_id: str
+    regions: tuple[str, ...]
+    heat: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -467,12 +541,13 @@ class StatsSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationDone:
-    """The reply ended; `text` is all of it."""
+    """The reply ended; `text` is all of the answer, `thinking` what came before it."""
 
     request_id: str
     text: str
     reason: FinishReason
     stats: ReplyStats
+    thinking: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -496,6 +571,8 @@ Event = (
     | ModelLoaded
     | PromptProgress
     | TokenDelta
+    | ContextTrimmed
+    | ResidencySample
     | StatsSample
     | GenerationDone
     | RequestFailed

@@ -166,6 +166,13 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
+class ReplyPart(enum.StrEnum):
+    """What a piece of a reply belongs to."""
+
+    ANSWER = "answer"
+    THINKING = "thinking"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertShape:
     """Dimensions and structure of every routed expert of a model.

@@ -127,6 +127,9 @@ MESSAGES = [
         request_id="r", text="x", reason=FinishReason.LENGTH, stats=events.ReplyStats()
     ),
     events.RequestFailed(request_id="r", code="BudgetError", message="m", hint="h"),
+    events.Reconfigure(request_id="r", config=EngineConfig(num_draft_tokens=2)),
+    events.ContextTrimmed(request_id="r", num_turns=2, num_tokens=900, limit=1024),
+    events.ResidencySample(request_id="r", regions=("HS.s", "...."), heat=("9010", "0000")),
 ]
 
 
