@@ -33,12 +33,21 @@ from .predictor.bank import (
     BankFacts,
     PredictorBank,
     load_choice,
+    load_far_head,
     save_choice,
+    save_far_head,
     write_tensors,
 )
 from .predictor.baselines import RouterWeights
+from .predictor.far import FarHead, FarSamples, far_layers, train_far_head
 from .predictor.traces import TraceFolder
-from .predictor.train import OFFSET, TrainingSettings, layer_samples, train_layer
+from .predictor.train import (
+    OFFSET,
+    TrainingSettings,
+    layer_samples,
+    train_layer,
+    validation_prompts,
+)
 from .prepare import locked
 from .runtime.recording import (
     BatchRecording,
@@ -345,5 +354,36 @@ def _train(
             )
             save_choice(path, train_layer(samples, settings, check_cancelled=progress.check))
         choices[layer] = load_choice(path)
+    far_heads = _train_far_heads(recorded, folder, facts, settings, progress)
     progress.report(STEP, num_predicting, num_predicting, "layers")
-    return PredictorBank(facts, choices)
+    return PredictorBank(facts, choices, far_heads)
+
+
+def _train_far_heads(
+    recorded: RoutingRecording,
+    folder: Path,
+    facts: BankFacts,
+    settings: TrainingSettings,
+    progress: Progress,
+) -> dict[int, FarHead]:
+    """Trains the far heads, or takes what is trained."""
+    trace = recorded.traces.routing()
+    is_validation = validation_prompts(trace.sequence, settings)
+    layers, heads = far_layers(facts.num_layers), {}
+    for number, layer in enumerate(layers):
+        progress.report(STEP, number, len(layers), "heads", "training far heads")
+        path = folder / f"far-{layer:04d}.safetensors"
+        if not path.exists():
+            samples = FarSamples.of_layer(
+                trace,
+                recorded.traces.hidden(layer),
+                layer,
+                num_experts=facts.num_experts,
+                is_validation=is_validation,
+            )
+            head = train_far_head(samples, seed=settings.seed, check_cancelled=progress.check)
+            save_far_head(path, head)
+        head = load_far_head(path, facts.top_k)
+        if head is not None:
+            heads[layer] = head
+    return heads

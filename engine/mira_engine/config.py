@@ -20,6 +20,7 @@ from .types import (
     Eviction,
     Lookahead,
     Precision,
+    PredictionLead,
 )
 
 MAX_DRAFT_TOKENS = 32
@@ -180,6 +181,7 @@ class EngineConfig:
         cache_policy: How slots are shared out.
         lookahead: When what a draft's routers choose is fetched.
         is_predicting: Whether predictor heads, where there are some, load experts ahead.
+        prediction_lead: How far ahead they do.
         compile_mode: Whether native kernels and compiled steps are made and used.
         draft_experts: Which routed experts a draft computes with.
         draft_dense: What a draft multiplies with outside of the routed experts.
@@ -204,6 +206,7 @@ class EngineConfig:
     cache_policy: CachePolicy = CachePolicy.AUTO
     lookahead: Lookahead = Lookahead.AUTO
     is_predicting: bool = True
+    prediction_lead: PredictionLead = PredictionLead.AUTO
     compile_mode: CompileMode = CompileMode.AUTO
     draft_experts: DraftExperts = DraftExperts.AUTO
     draft_dense: DraftDense = DraftDense.AUTO

@@ -71,6 +71,7 @@ from .types import (
     FinishReason,
     Phase,
     Precision,
+    PredictionLead,
 )
 
 _SAMPLE_INTERVAL_S = 0.25
@@ -194,15 +195,16 @@ class Engine:
         )
         self.executor.is_cancelled = self._cancelled.is_set
         if config.is_predicting and config.is_prefetch_enabled:
-            self.executor.predictor = PredictorBank.load(
-                self.home.predictors_dir, manifest.revision
-            )
-            if self.executor.predictor is None and self.home.predictors_dir.is_dir():
+            bank = PredictorBank.load(self.home.predictors_dir, manifest.revision)
+            if bank is None and self.home.predictors_dir.is_dir():
                 self._notice(
                     "no-predictors",
                     "The predictors are damaged, unfinished or of other weights and are not used; "
                     f"mira-chat prepare {self.home.name} makes them anew.",
                 )
+            elif bank is not None and config.prediction_lead is PredictionLead.NEAR:
+                bank.far_heads.clear()
+            self.executor.predictor = bank
         if config.trace_path is not None:
             self.executor.recorder = TraceRecorder(self._trace_header())
         num_stamped = stamp(self.model, self.executor)

@@ -109,7 +109,8 @@ class LoadPlan:
             record_bytes=record_bytes,
             num_links=config.num_reader_threads,
             num_reserved_slots=min(2, num_slots - 1),
-            max_predicted=config.num_reader_threads,
+            # An emulated link is one: two records at a time would both come late.
+            max_predicted=1 if config.link.bytes_per_s else config.num_reader_threads,
             is_lookahead_immediate=config.lookahead is not Lookahead.BATCHES,
         )
 

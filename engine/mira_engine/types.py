@@ -166,6 +166,16 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
+class PredictionLead(enum.StrEnum):
+    """How far ahead heads tell which experts are needed, while tokens are generated."""
+
+    AUTO = "auto"
+    """Far where there are far heads, else near."""
+
+    NEAR = "near"
+    """Two layers, each layer's own head. Source: Mira IV-E."""
+
+
 class ReplyPart(enum.StrEnum):
     """What a piece of a reply belongs to."""
 

@@ -6,6 +6,7 @@ import contextlib
 
 import pytest
 import torch
+from mira_engine.predictor.far import FarHead
 from mira_kernels import cpu, dispatch, native, packing, reference
 from mira_kernels.weights import DenseWeight, Int4Layout, Int4Weight, Int8Weight, NestedWeight
 from torch.nn import functional
@@ -463,3 +464,23 @@ def test_dispatch_shared_int8_scales_agree_with_reference(native_kernels):
     ):
         x = random(5, 96)
         assert_close(dispatch.linear(x, weight), reference.linear(x, weight), 8e-3)
+
+
+def test_far_head_expects_the_same_by_native_products(native_kernels):
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        "inner": torch.randn(12, 16, generator=generator),
+        "inner_bias": torch.randn(12, generator=generator),
+        "outer": torch.randn(3 * 8, 12, generator=generator) / 4,
+        "outer_bias": torch.randn(3 * 8, generator=generator),
+        "targets": torch.tensor([1, 2, 5]),
+    }
+    head = FarHead(tensors, top_k=2)
+    state = torch.randn(1, 16, generator=generator).bfloat16()
+    exact = head.probabilities(state.float())[0]
+    found = head.expect(state, 0.02)
+    assert len(found) > 10
+    assert [layer for layer, *_ in found] == sorted(layer for layer, *_ in found)
+    for layer, expert, share in found:
+        row = [1, 2, 5].index(layer)
+        assert share == pytest.approx(float(exact[row, expert]), abs=0.05)

@@ -194,7 +194,7 @@ def test_draft_without_prefetching_is_not_listened_to() -> None:
 
 def test_lookahead_that_nobody_uses_is_switched_off_and_said() -> None:
     driver = ExpertCacheDriver(replace(SETUP, is_lookahead_immediate=True))
-    for number in range(40):
+    for number in range(60):
         driver.begin_draft(1, True)
         if driver.is_listening:
             for action in driver.draft_routed(0, [number % 8]):
@@ -269,12 +269,45 @@ def test_prediction_stages_likely_experts_once_and_counts_what_is_there() -> Non
 
 def test_predictions_under_way_are_bounded() -> None:
     driver = ExpertCacheDriver(replace(SETUP, max_predicted=1))
-    actions = driver.predict(2, [(1, 0.5), (2, 0.5)], 1)
-    assert fetched(actions) == [(2, 1)]
-    assert Skip(ExpertId(2, 2), SkipReason.BYTE_CAP) in actions
-    assert driver.predict(3, [(4, 0.5)], 1) == [Skip(ExpertId(3, 4), SkipReason.BYTE_CAP)]
-    driver.landed(driver.residency.slot_of(ExpertId(2, 1)))
-    assert fetched(driver.predict(3, [(1, 0.5)], 1)) == [(3, 1)]
+    assert fetched(driver.predict(2, [(1, 0.5), (2, 0.5)], 1)) == [(2, 1)]
+    assert driver.predict(1, [(4, 0.5)], 1) == [], "waits, before what is needed later"
+    landed = driver.landed(driver.residency.slot_of(ExpertId(2, 1)))
+    assert fetched(landed) == [(1, 4)], "the nearest layer first"
+    assert driver.is_staging
+    assert driver.enter_layer(2, []) == [Skip(ExpertId(2, 2), SkipReason.BYTE_CAP)]
+    assert not driver.is_staging
+
+
+def test_prediction_that_waited_in_vain_is_skipped_at_the_end_of_the_pass() -> None:
+    driver = ExpertCacheDriver(replace(SETUP, max_predicted=1))
+    driver.predict(2, [(1, 0.5), (2, 0.5)], 1)
+    assert driver.end_pass(1) == [Skip(ExpertId(2, 2), SkipReason.BYTE_CAP)]
+    assert not driver.is_staging
+
+
+def test_far_prediction_replaces_what_was_expected_of_later_layers() -> None:
+    driver = ExpertCacheDriver(replace(SETUP, num_layers=4, max_predicted=1))
+    driver.enter_layer(0, [])
+    first = driver.predict_far([(1, 0, 0.9), (1, 1, 0.6), (2, 3, 0.9), (3, 5, 0.9)])
+    assert fetched(first) == [(1, 0)]
+    driver.predict_far([(2, 4, 0.9), (3, 5, 0.9)])
+    order = []
+    for _ in range(4):
+        for slot in range(driver.residency.num_slots):
+            expert = driver.residency.expert_in(slot)
+            if expert is not None and not driver.residency.is_ready(expert):
+                order += fetched(driver.landed(slot))
+    assert order == [(1, 1), (2, 4), (3, 5)], "what nearer layers were told stays"
+
+
+def test_what_is_expected_is_no_victim_while_there_is_another() -> None:
+    driver = ExpertCacheDriver(replace(SETUP, num_slots=3, num_reserved_slots=0))
+    bring(driver, 2, 5)
+    bring(driver, 0, 1, 2)
+    driver.enter_layer(0, [(1, 1)])
+    driver.predict_far([(2, 5, 0.9)])
+    (miss,) = [a for a in driver.enter_layer(1, [(7, 1)]) if isinstance(a, Fetch)]
+    assert miss.evicted == ExpertId(0, 2), "(2, 5) was used longer ago, but is expected"
 
 
 def test_prediction_takes_no_slot_of_the_layer_that_is_computed() -> None:
@@ -286,7 +319,7 @@ def test_prediction_takes_no_slot_of_the_layer_that_is_computed() -> None:
 
 def test_predictions_that_nobody_uses_are_switched_off() -> None:
     driver = ExpertCacheDriver(SETUP)
-    for number in range(40):
+    for number in range(60):
         if driver.is_prediction_wanted:
             for action in driver.predict(2, [(number % 8, 1.0)], 1):
                 if isinstance(action, Fetch):

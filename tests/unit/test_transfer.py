@@ -93,6 +93,55 @@ def test_demand_overtakes_prefetch_and_promotion_works(link: Link) -> None:
     assert link.order == [first, asked, urgent, ahead]
 
 
+class PieceGate:
+    """In place of a throttle: stops each piece until it is let go."""
+
+    def __init__(self) -> None:
+        self.arrived, self.go = threading.Semaphore(0), threading.Semaphore(0)
+
+    def hold(self, num_bytes: int, started_at: float, *, is_end: bool = True) -> None:
+        self.arrived.release()
+        assert self.go.acquire(timeout=10)
+
+
+@pytest.mark.parametrize("is_promoted", [False, True])
+def test_prefetch_gives_way_to_a_demand_unless_it_is_waited_for(
+    tmp_path: Path, is_promoted: bool
+) -> None:
+    size = 4 * (128 << 10)
+    path = tmp_path / "layer.safetensors"
+    path.write_bytes(os.urandom(2 * size))
+    memory = huge_bytes(2 * size)
+    gate = PieceGate()
+    transfer = DiskTransfer(
+        locate=lambda expert, plane: (path, expert.expert * size, size),
+        planes=(Plane.WHOLE,),
+        slot_buffers=[
+            {Plane.WHOLE: memoryview(memory[i * size : (i + 1) * size].numpy())} for i in range(2)
+        ],
+        num_threads=1,
+        is_direct=True,
+        throttle=gate,
+    )
+    try:
+        transfer.submit(ExpertId(0, 0), 0, is_demand=False)
+        assert gate.arrived.acquire(timeout=10)  # Its first piece is read.
+        transfer.submit(ExpertId(0, 1), 1, is_demand=True)
+        if is_promoted:
+            transfer.promote(ExpertId(0, 0))
+        gate.go.release(20)
+        landed: list[Completion] = []
+        while len(landed) < 2:
+            landed += transfer.wait_any(10)
+        order = [item.expert.expert for item in landed]
+        assert order == ([0, 1] if is_promoted else [1, 0])
+        assert bytes(memory[: 2 * size].numpy()) == path.read_bytes()
+        assert all(item.error is None and item.num_bytes == size for item in landed)
+    finally:
+        gate.go.release(20)
+        transfer.close()
+
+
 def test_truncated_file_is_named(link: Link, records: Path) -> None:
     os.truncate(records, 2 * RECORD)
     link.transfer.submit(ExpertId(0, 4), 0, is_demand=True)

@@ -38,7 +38,7 @@ from .base import (
 from .eviction import EVICTION_POLICIES, EvictionPolicy
 from .lookahead import ExpertLookaheadBuffer, IncrementalRoutingPatternAnalyzer
 from .payoff import PrefetchPayoff, PrefetchRound
-from .prediction import PredictiveStaging
+from .prediction import FarPick, PredictiveStaging
 from .prefetch import LayerAwarePrefetchPlanner
 from .rebalance import Rebalancer
 from .residency import ResidencyTable, SlotState
@@ -142,6 +142,8 @@ class ExpertCacheDriver:
         self._analyzer = IncrementalRoutingPatternAnalyzer(self.lookahead)
         self._staging = PredictiveStaging(setup.top_k)
         self._num_reserved = setup.num_reserved_slots
+        self._num_missed = 0
+        """Records fetched on demand since the last pass ended."""
         self._has_regions = setup.num_hot_slots is not None
         self._is_prediction_wanted = True
         self._ahead: dict[ExpertId, FetchReason] = {}
@@ -228,7 +230,8 @@ class ExpertCacheDriver:
         if residency.is_prefilling:
             self._last_counts.update(self._tokens_of)
         self._missing.sort(key=lambda e: (-self._tokens_of[e], e.expert))
-        return actions + self._fetch_missing()
+        actions += self._fetch_missing()
+        return actions + self._staging.enter_layer(layer) if self.is_staging else actions
 
     @_observation
     def predict(
@@ -244,16 +247,42 @@ class ExpertCacheDriver:
         Returns:
             Fetches to submit; skips and declines, each with its reason.
         """
-        setup, residency = self._setup, self.residency
+        skips = self._staging.expect(layer, picks, num_tokens, self.residency)
+        return [*skips, *self._stage()]
+
+    @_observation
+    def predict_far(self, picks: Sequence[FarPick]) -> list[Action]:
+        """A far head expects these experts in all later layers. After `enter_layer`.
+
+        Args:
+            picks: Layer, expert and probability of a use, nearest layer first, likeliest first.
+
+        Returns:
+            Fetches to submit; skips and declines. What finds no room follows with `landed`.
+        """
+        skips = self._staging.expect_far(self._layer, picks, self.residency)
+        return [*skips, *self._stage()]
+
+    @property
+    def is_staging(self) -> bool:
+        """Whether predicted records wait for the link: then what landed is worth telling soon."""
+        return self._staging.is_waiting
+
+    def _stage(self) -> list[Action]:
+        """Moves what is predicted, nearest layer first, while the link has room."""
+        setup, residency, staging = self._setup, self.residency, self._staging
         # A prompt's pass needs most of a layer: the next one's share of the slots fills while
         # this one computes.
         limit = setup.num_experts if residency.is_prefilling else setup.max_predicted
-        wanted, skips = self._staging.choose(layer, picks, num_tokens, residency, limit)
-        actions: list[Action] = list(skips)
-        for expert in wanted:
-            fetch = residency.admit(expert, FetchReason.PREDICTED, protected=self._tokens_of)
+        actions: list[Action] = []
+        while staging.is_waiting:
+            expert = staging.next_wanted(residency, limit)
+            if expert is None:
+                break
+            protected = staging.expected.union(self._tokens_of)
+            fetch = residency.admit(expert, FetchReason.PREDICTED, protected=protected)
             if fetch is not None:
-                self._staging.begin(expert)
+                staging.begin(expert)
             actions.append(fetch or Decline(expert, DeclineReason.STAGE_FULL))
         self._note_moves(actions)
         return actions
@@ -299,7 +328,9 @@ class ExpertCacheDriver:
         self.residency.complete(slot)
         expert = self.residency.expert_in(slot)
         awaited = self._waiting.pop(expert, None) if expert is not None else None
-        return [*([awaited] if awaited is not None else []), *self._fetch_missing()]
+        missing = self._fetch_missing()
+        staged = self._stage() if self._staging.is_waiting and not self._missing else []
+        return [*([awaited] if awaited is not None else []), *missing, *staged]
 
     @_observation
     def failed(self, slot: int) -> list[Action]:
@@ -343,10 +374,11 @@ class ExpertCacheDriver:
         while self._missing:
             if is_prompt:
                 fetches += self._make_room_in_prompt()
-            fetch = self.residency.admit(self._missing[0], FetchReason.MISS)
+            fetch = self._admit_missing(self._missing[0])
             if fetch is None:
                 break
             self._missing.pop(0)
+            self._num_missed += 1
             self._pin(fetch.expert)
             if is_prompt:
                 self._streamed.append(fetch.expert)
@@ -356,6 +388,13 @@ class ExpertCacheDriver:
             )
             fetches.append(fetch)
         return fetches
+
+    def _admit_missing(self, expert: ExpertId) -> Fetch | None:
+        """Gives a missing expert a slot, if it can be of one that nobody expects to use soon."""
+        fetch = None
+        if self._staging.expected:
+            fetch = self.residency.admit(expert, FetchReason.MISS, protected=self._staging.expected)
+        return fetch or self.residency.admit(expert, FetchReason.MISS)
 
     def _pin(self, expert: ExpertId) -> None:
         self.residency.pin(expert)
@@ -471,6 +510,7 @@ class ExpertCacheDriver:
         link_s: float = 0.0,
         planning_s: float = 0.0,
         predicting_s: float = 0.0,
+        round_s: float = 0.0,
     ) -> list[Action]:
         """A target pass is over; what was moved ahead for it and not used has no claim.
 
@@ -480,21 +520,25 @@ class ExpertCacheDriver:
             link_s: Seconds that moving them took, each record's counted for itself.
             planning_s: Seconds that planning a draft's batches took.
             predicting_s: Seconds that heads took.
+            round_s: Seconds since the pass before ended, 0 where that is not known.
 
         Returns:
-            The rebalancer's swaps, where its interval is over.
+            Skips of what was expected and found no room; the rebalancer's swaps, where its
+            interval is over.
         """
         self.planner.observe_transfer(link_bytes, link_s / self._setup.num_links)
-        self._judge(self.payoff, FetchReason.LOOKAHEAD, planning_s)
-        self._judge(self.prediction_payoff, FetchReason.PREDICTED, predicting_s)
+        self._judge(self.payoff, FetchReason.LOOKAHEAD, planning_s, round_s)
+        self._judge(self.prediction_payoff, FetchReason.PREDICTED, predicting_s, round_s)
+        self._num_missed = 0
         self._ahead.clear()
-        self._staging.begin_pass()
+        actions: list[Action] = list(self._staging.begin_pass())
         self._is_prediction_wanted = self.prediction_payoff.begin_round()
         self.residency.end_window()
-        if not self._is_rebalanced:
-            return []
-        self.rebalancer.observe_tokens(num_tokens)
-        return self.rebalancer.decide(self.residency) if self.rebalancer.is_due() else []
+        if self._is_rebalanced:
+            self.rebalancer.observe_tokens(num_tokens)
+            if self.rebalancer.is_due():
+                actions += self.rebalancer.decide(self.residency)
+        return actions
 
     @_observation
     def fill_hot(self, experts: Sequence[tuple[int, int]]) -> list[Action]:
@@ -527,19 +571,26 @@ class ExpertCacheDriver:
     def _is_rebalanced(self) -> bool:
         return self._has_regions and self._setup.is_rebalancing
 
-    def _judge(self, payoff: PrefetchPayoff, reason: FetchReason, ahead_s: float) -> None:
-        """Tells what records moved ahead for the pass were good for."""
+    def _judge(
+        self, payoff: PrefetchPayoff, reason: FetchReason, ahead_s: float, round_s: float
+    ) -> None:
+        """Tells what records moved ahead for the pass were good for.
+
+        A record that nobody used costs the time of the misses that came while it moved. Where
+        the length of the round is not known, that is taken to be all of its time.
+        """
         num_moved, num_used = self._moved[reason], self._used[reason]
         self._moved[reason] = self._used[reason] = 0
         record_s = self.planner.record_s
         if not num_moved or record_s is None:
             return
+        busy = min(1.0, self._num_missed * record_s / round_s) if round_s else 1.0
         payoff.observe(
             PrefetchRound(
                 num_prefetched=num_moved,
                 num_used=num_used,
                 # Whoever misses one record waits for all of its time, links beside it or not.
                 saved_s=num_used * record_s * self._setup.num_links,
-                spent_s=(num_moved - num_used) * record_s + ahead_s,
+                spent_s=(num_moved - num_used) * record_s * busy + ahead_s,
             )
         )

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-_WINDOW_ROUNDS = 16
+_WINDOW_ROUNDS = 64
 _MIN_ROUNDS = 8
-"""Rounds with a batch before prefetching can be switched off."""
+_MIN_RECORDS = 48
+"""Rounds with a batch, and records in them, before prefetching can be switched off: a round
+of plain decoding moves one or two, and a dozen of those say nothing yet."""
 
 _MIN_PROBES = 4
 """Rounds tried before it can be switched on again."""
@@ -65,7 +67,9 @@ class PrefetchPayoff:
         saved_s = sum(each.saved_s for each in self._rounds)
         spent_s = sum(each.spent_s for each in self._rounds)
         if self.is_on:
-            is_on = len(self._rounds) < _MIN_ROUNDS or saved_s >= spent_s
+            num_records = sum(each.num_prefetched for each in self._rounds)
+            is_early = len(self._rounds) < _MIN_ROUNDS or num_records < _MIN_RECORDS
+            is_on = is_early or saved_s >= spent_s
         else:
             is_on = len(self._rounds) >= _MIN_PROBES and saved_s > _BACK_ON_RATIO * spent_s
         if is_on == self.is_on and not self.is_on:

@@ -15,17 +15,24 @@ from pathlib import Path
 import torch
 from mira_kernels import native
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 from ..checkpoint.writing import TensorFileWriter, disk_errors, file_sha256, write_json
 from ..errors import ConfigError
 from .baselines import Predictor, PredictorKind, baseline_from
+from .far import FarHead
 from .features import pass_features
 from .heads import FoldedHead
 from .train import LayerChoice
 
-BANK_VERSION = 1
+BANK_VERSION = 2
 TENSORS_FILE = "predictors.safetensors"
 MANIFEST_FILE = "predictors.json"
+
+_FAR = "far."
+
+MIN_FAR_PROBABILITY = 0.4
+"""Of a use, below which a far head's guess is not worth moving a record for."""
 
 _PICKS_PER_EXPERT = 2
 """Predicted experts for each that a token uses, where nobody says how many."""
@@ -58,16 +65,23 @@ class PredictorBank:
     Args:
         facts: What it was made for.
         choices: The winner of each layer that has one.
+        far_heads: Far heads by layer.
         max_picks: Most experts that `predict` returns; `None` for twice the top-k.
     """
 
     def __init__(
-        self, facts: BankFacts, choices: Mapping[int, LayerChoice], *, max_picks: int | None = None
+        self,
+        facts: BankFacts,
+        choices: Mapping[int, LayerChoice],
+        far_heads: Mapping[int, FarHead] | None = None,
+        *,
+        max_picks: int | None = None,
     ) -> None:
         if max_picks is not None and max_picks < 1:
             raise ConfigError.for_field("picks", max_picks, "Give at least 1.")
         self.facts = facts
         self.choices = dict(choices)
+        self.far_heads = dict(far_heads or {})
         self.max_picks = min(max_picks or _PICKS_PER_EXPERT * facts.top_k, facts.num_experts)
         self._native_parts: dict[int, tuple[torch.Tensor | None, ...] | None] = {}
         self._predictors: dict[int, Predictor] = {
@@ -113,6 +127,20 @@ class PredictorBank:
         picks = max_picks or self.max_picks
         return list(zip(experts[:picks].tolist(), shares[:picks].tolist(), strict=True))
 
+    @torch.inference_mode()
+    def predict_far(self, layer: int, hidden: torch.Tensor) -> list[tuple[int, int, float]]:
+        """Returns what all later layers are likely to use, as `FarHead.expect` does.
+
+        Args:
+            layer: The MoE layer that runs now.
+            hidden: `[T, C]`, its experts' input.
+
+        Returns:
+            `(layer, expert, probability)`; empty where the layer has no far head.
+        """
+        head = self.far_heads.get(layer)
+        return [] if head is None else head.expect(hidden, MIN_FAR_PROBABILITY)
+
     def _native_shares(
         self, layer: int, predictor: Predictor, hidden: torch.Tensor, top_k_index: torch.Tensor
     ) -> list[float] | None:
@@ -141,6 +169,10 @@ class PredictorBank:
             f"{layer:04d}.{name}": tensor
             for layer, choice in sorted(self.choices.items())
             for name, tensor in choice.predictor.tensors().items()
+        } | {
+            f"{_FAR}{layer:04d}.{name}": tensor
+            for layer, head in sorted(self.far_heads.items())
+            for name, tensor in head.tensors().items()
         }
         with disk_errors(folder):
             (folder / MANIFEST_FILE).unlink(missing_ok=True)
@@ -181,9 +213,10 @@ class PredictorBank:
                 return None
             facts = BankFacts(**manifest["facts"])
             choices = _read_choices(folder / TENSORS_FILE, manifest["layers"])
+            far_heads = _read_far_heads(folder / TENSORS_FILE, facts.top_k)
         except (OSError, ValueError, KeyError, TypeError):
             return None
-        return cls(facts, choices, max_picks=max_picks)
+        return cls(facts, choices, far_heads, max_picks=max_picks)
 
 
 def predictors_bytes(folder: Path) -> int:
@@ -201,6 +234,8 @@ def _read_choices(path: Path, layers: Mapping[str, Mapping[str, object]]) -> dic
     tensors: dict[int, dict[str, torch.Tensor]] = {int(layer): {} for layer in layers}
     with safe_open(path, framework="pt") as file:
         for key in file.keys():  # noqa: SIM118 - the file is no mapping
+            if key.startswith(_FAR):
+                continue
             layer, _, name = key.partition(".")
             # A copy: aligned, so that results are the same as before it was saved, to the bit.
             tensors[int(layer)][name] = file.get_tensor(key).clone()
@@ -212,6 +247,16 @@ def _read_choices(path: Path, layers: Mapping[str, Mapping[str, object]]) -> dic
         )
         for layer, entry in layers.items()
     }
+
+
+def _read_far_heads(path: Path, top_k: int) -> dict[int, FarHead]:
+    tensors: dict[int, dict[str, torch.Tensor]] = {}
+    with safe_open(path, framework="pt") as file:
+        for key in file.keys():  # noqa: SIM118 - the file is no mapping
+            if key.startswith(_FAR):
+                layer, _, name = key.removeprefix(_FAR).partition(".")
+                tensors.setdefault(int(layer), {})[name] = file.get_tensor(key).clone()
+    return {layer: FarHead(parts, top_k) for layer, parts in tensors.items()}
 
 
 def predictor_from(kind: PredictorKind, tensors: Mapping[str, torch.Tensor]) -> Predictor:
@@ -238,6 +283,17 @@ def save_choice(path: Path, choice: LayerChoice) -> None:
         "scores": json.dumps(choice.scores),
     }
     write_tensors(path, choice.predictor.tensors(), metadata)
+
+
+def save_far_head(path: Path, head: FarHead | None) -> None:
+    """Writes one layer's far head, or that it has none."""
+    write_tensors(path, {} if head is None else head.tensors(), {})
+
+
+def load_far_head(path: Path, top_k: int) -> FarHead | None:
+    """Reads what `save_far_head` wrote."""
+    tensors = load_file(path)
+    return FarHead(tensors, top_k) if tensors else None
 
 
 def load_choice(path: Path) -> LayerChoice:

@@ -1,9 +1,11 @@
 """The CPU machine's link: reader threads move records from the disk into RAM slots.
 
 Each reader takes one expert at a time, demand first, and reads its planes with
-`os.preadv` straight into the slot (which releases the interpreter lock). Files are
-opened with O_DIRECT where the file system allows it; where not, reads go through the
-page cache and the caller is told (`is_direct`).
+`os.preadv` straight into the slot (which releases the interpreter lock). A prefetch is
+read in pieces of about a millisecond and steps aside between two of them while a demand
+is served, so that a wrong guess costs a miss almost nothing. Files are opened with
+O_DIRECT where the file system allows it; where not, reads go through the page cache and
+the caller is told (`is_direct`).
 
 Shut-down order: `close` marks the queue closed, wakes the readers, joins them, then
 closes the files.
@@ -17,6 +19,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import StoreError
@@ -24,6 +27,12 @@ from ..types import ExpertId, Plane
 from .transfer import Completion, LinkThrottle
 
 _CLOSE_TIMEOUT_S = 10.0
+
+_PIECE_S = 0.75e-3
+"""How long a piece of a prefetch takes: about as long as a demand waits for it."""
+
+_MIN_PIECE_BYTES = 128 << 10
+_PAGE_BYTES = 4096
 
 RecordLocation = tuple[Path, int, int]
 """File, offset and length of one record, in bytes."""
@@ -68,6 +77,23 @@ def read_exactly(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
         done += got
 
 
+@dataclass(slots=True)
+class _Move:
+    """One expert on its way into a slot.
+
+    Attributes:
+        is_urgent: Whether somebody waits for it.
+        num_done: Bytes that are there, planes in order.
+        seconds: Time that moving took so far, pauses left out.
+    """
+
+    expert: ExpertId
+    slot: int
+    is_urgent: bool
+    num_done: int = 0
+    seconds: float = 0.0
+
+
 class DiskTransfer:
     """Reads experts' records into slots with a pool of threads.
 
@@ -99,8 +125,12 @@ class DiskTransfer:
         self.is_direct = is_direct and hasattr(os, "O_DIRECT")
         self.record_bytes = sum(len(b) for b in slot_buffers[0].values())
         self._lock = threading.Condition()
-        self._demand: OrderedDict[ExpertId, int] = OrderedDict()
-        self._ahead: OrderedDict[ExpertId, int] = OrderedDict()
+        self._demand: OrderedDict[ExpertId, _Move] = OrderedDict()
+        self._ahead: OrderedDict[ExpertId, _Move] = OrderedDict()
+        self._under_way: dict[ExpertId, _Move] = {}
+        self._num_urgent = 0
+        """Of those under way, what somebody waits for."""
+        self._bytes_per_s = 0.0
         self._is_closed = False
         self._landed: queue.SimpleQueue[Completion] = queue.SimpleQueue()
         self._threads = [
@@ -115,15 +145,23 @@ class DiskTransfer:
     def submit(self, expert: ExpertId, slot: int, *, is_demand: bool) -> None:
         """Queues the expert's planes to be read into the slot."""
         with self._lock:
-            (self._demand if is_demand else self._ahead)[expert] = slot
+            queued = self._demand if is_demand else self._ahead
+            queued[expert] = _Move(expert, slot, is_demand)
             self._lock.notify()
 
     def promote(self, expert: ExpertId) -> None:
-        """Moves a queued prefetch to the end of the demand queue."""
+        """Makes a prefetch a demand, whether it is queued, set aside or under way."""
         with self._lock:
-            slot = self._ahead.pop(expert, None)
-            if slot is not None:
-                self._demand[expert] = slot
+            move = self._ahead.pop(expert, None)
+            if move is not None:
+                move.is_urgent = True
+                self._demand[expert] = move
+                self._lock.notify()
+                return
+            move = self._under_way.get(expert)
+            if move is not None and not move.is_urgent:
+                move.is_urgent = True
+                self._num_urgent += 1
 
     def poll(self) -> list[Completion]:
         """Returns what has landed, without waiting."""
@@ -160,28 +198,72 @@ class DiskTransfer:
     def _serve(self) -> None:
         while True:
             with self._lock:
-                while not (self._demand or self._ahead or self._is_closed):
+                while not self._is_closed and not self._may_begin:
                     self._lock.wait()
                 if self._is_closed:
                     return
-                pending = self._demand or self._ahead
-                expert, slot = pending.popitem(last=False)
-            started = time.perf_counter()
-            failure = None
+                _, move = (self._demand or self._ahead).popitem(last=False)
+                self._under_way[move.expert] = move
+                self._num_urgent += move.is_urgent
+            failure, is_whole = None, True
             try:
-                self._read(expert, slot)
+                is_whole = self._read(move)
             except StoreError as error:
                 failure = error
-            if self._throttle is not None:
-                self._throttle.hold(self.record_bytes, started)
-            elapsed = time.perf_counter() - started
-            self._landed.put(Completion(expert, slot, self.record_bytes, elapsed, failure))
+            with self._lock:
+                del self._under_way[move.expert]
+                self._num_urgent -= move.is_urgent
+                if not is_whole:  # It gave way to a demand, and is the first to go on.
+                    self._ahead[move.expert] = move
+                    self._ahead.move_to_end(move.expert, last=False)
+                if self._ahead or self._demand:
+                    self._lock.notify()
+            if is_whole:
+                self._landed.put(
+                    Completion(move.expert, move.slot, self.record_bytes, move.seconds, failure)
+                )
 
-    def _read(self, expert: ExpertId, slot: int) -> None:
+    @property
+    def _may_begin(self) -> bool:
+        return bool(self._demand) or (bool(self._ahead) and not self._num_urgent)
+
+    def _read(self, move: _Move) -> bool:
+        """Reads what is missing of a move. Returns whether it is whole now."""
+        begin = 0
         for plane in self._planes:
-            path, offset, num_bytes = self._locate(expert, plane)
-            buffer = self._buffers[slot][plane]
-            read_exactly(self._fd(path), buffer[:num_bytes], offset, path)
+            path, offset, num_bytes = self._locate(move.expert, plane)
+            buffer = self._buffers[move.slot][plane]
+            fd = self._fd(path)
+            while move.num_done < begin + num_bytes:
+                done = move.num_done - begin
+                size = num_bytes - done if move.is_urgent else self._piece_bytes(num_bytes - done)
+                started = time.perf_counter()
+                read_exactly(fd, buffer[done : done + size], offset + done, path)
+                move.num_done += size
+                is_end = move.num_done >= self.record_bytes
+                if self._throttle is not None:
+                    self._throttle.hold(size, started, is_end=is_end)
+                elapsed = time.perf_counter() - started
+                move.seconds += elapsed
+                self._note_rate(size, elapsed)
+                if not move.is_urgent and not is_end and self._must_give_way(move):
+                    return False
+            begin += num_bytes
+        return True
+
+    def _must_give_way(self, move: _Move) -> bool:
+        with self._lock:
+            return not move.is_urgent and bool(self._demand or self._num_urgent)
+
+    def _piece_bytes(self, num_left: int) -> int:
+        """How much of a prefetch is read before it looks whether it is in the way."""
+        size = int(self._bytes_per_s * _PIECE_S) // _PAGE_BYTES * _PAGE_BYTES
+        size = max(size, _MIN_PIECE_BYTES)
+        return num_left if num_left < 2 * size else size
+
+    def _note_rate(self, num_bytes: int, seconds: float) -> None:
+        rate = num_bytes / max(seconds, 1e-6)
+        self._bytes_per_s += 0.2 * (rate - self._bytes_per_s) if self._bytes_per_s else rate
 
     def _fd(self, path: Path) -> int:
         fd = self._fds.get(path)

@@ -82,6 +82,7 @@ class ExpertExecutor:
         """Tells what a later layer will need; used where the driver finds it worth it."""
         self._seen: tuple[TrafficCounters, int, float, float, float] | None = None
         """Counters, and what of them the driver knows already."""
+        self._ended_at = 0.0
 
     def __call__(
         self,
@@ -177,6 +178,8 @@ class ExpertExecutor:
             if self.predictor is not None and driver.is_prediction_wanted:
                 self._stage_predicted(layer, hidden, top_k_index)
             if not is_open:  # Nothing of this layer moves meanwhile, so nothing is pinned.
+                if driver.is_staging:
+                    self.collect(self.transfer.poll())
                 plan.compute(ready)
                 return
             ready += self.collect(self.transfer.poll())
@@ -192,27 +195,34 @@ class ExpertExecutor:
                 self.obey(driver.leave_layer())
 
     def _stage_predicted(self, layer: int, hidden: torch.Tensor, top_k_index: torch.Tensor) -> None:
-        """Fetches what the predictor expects in a later layer.
+        """Fetches what the predictor expects in later layers.
 
-        In a verification for its last token only: the draft's routers told of the others.
+        A prompt's tokens use most of a layer, so there the next layers but one are enough. In
+        a verification for its last token only: the draft's routers told of the others.
         """
         started = time.perf_counter()
         predictor = self.predictor
         assert predictor is not None
+        is_prompt = self.phase is Phase.PREFILL
         if self.phase is Phase.VERIFY:
             hidden, top_k_index = hidden[-1:], top_k_index[-1:]
-        # Many tokens use many experts of a layer.
-        max_picks = predictor.facts.num_experts if self.phase is Phase.PREFILL else None
-        picks = predictor.predict(layer, hidden, top_k_index, max_picks=max_picks)
-        if picks:
-            target = layer + predictor.facts.offset
-            self.obey(self.driver.predict(target, picks, hidden.shape[0]))
+        if predictor.far_heads and not is_prompt:
+            if layer in predictor.far_heads:
+                self.obey(self.driver.predict_far(predictor.predict_far(layer, hidden)))
+        else:
+            # Many tokens use many experts of a layer.
+            max_picks = predictor.facts.num_experts if is_prompt else None
+            picks = predictor.predict(layer, hidden, top_k_index, max_picks=max_picks)
+            if picks:
+                target = layer + predictor.facts.offset
+                self.obey(self.driver.predict(target, picks, hidden.shape[0]))
         self._traffic().predicting_s += time.perf_counter() - started
 
     def end_pass(self, num_tokens: int) -> None:
         """A target pass is over, on which the text goes on by `num_tokens`."""
         traffic = self._traffic()
-        if self._seen is None or self._seen[0] is not traffic:  # Another reply's.
+        is_same_reply = self._seen is not None and self._seen[0] is traffic
+        if not is_same_reply:
             self._seen = traffic, 0, 0.0, 0.0, 0.0
         _, num_bytes, transfer_s, planning_s, predicting_s = self._seen
         self._seen = (
@@ -222,12 +232,16 @@ class ExpertExecutor:
             traffic.planning_s,
             traffic.predicting_s,
         )
+        now = time.perf_counter()
+        round_s = now - self._ended_at if is_same_reply and num_tokens else 0.0
+        self._ended_at = now
         actions = self.driver.end_pass(
             num_tokens,
             traffic.num_bytes - num_bytes,
             traffic.transfer_s - transfer_s,
             traffic.planning_s - planning_s,
             traffic.predicting_s - predicting_s,
+            round_s,
         )
         self.obey(actions)
 

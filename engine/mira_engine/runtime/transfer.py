@@ -42,7 +42,7 @@ class Transfer(Protocol):
         """Queues a move. Demand is served before everything that is not."""
 
     def promote(self, expert: ExpertId) -> None:
-        """Makes a queued prefetch a demand; does nothing once it has begun."""
+        """Makes a prefetch a demand: nothing overtakes it any more."""
 
     def poll(self) -> list[Completion]:
         """Returns what has landed since the last call, without waiting."""
@@ -82,13 +82,19 @@ class LinkThrottle:
         self._lock = threading.Lock()
         self._free_at = 0.0
 
-    def hold(self, num_bytes: int, started_at: float) -> None:
-        """Returns once a record of `num_bytes`, begun at `started_at`, would have landed."""
+    def hold(self, num_bytes: int, started_at: float, *, is_end: bool = True) -> None:
+        """Returns once so many bytes, begun at `started_at`, would have landed.
+
+        Args:
+            num_bytes: Of a record, or of a piece of one.
+            started_at: Seconds of the clock.
+            is_end: Whether the record ends with them: its latency comes then.
+        """
         with self._lock:
             start = max(self._free_at, started_at)
             duration = num_bytes / self._bytes_per_s if self._bytes_per_s else 0.0
             self._free_at = start + duration
-            ready_at = self._free_at + self._latency_s
+            ready_at = self._free_at + (self._latency_s if is_end else 0.0)
         remaining = ready_at - self._clock()
         if remaining > 0:
             self._sleep(remaining)
