@@ -16,32 +16,18 @@ from mira_kernels.weights import Int4Layout
 
 from .checkpoint.store import ExpertStore
 from .config import EngineConfig, SamplingConfig, format_bytes
+from .conversing import ChatStream, ReplyEvent, Sample
 from .errors import (
     CancelledError,
     ContextLengthError,
-    GenerationError,
     StoreError,
     check_cancelled,
 )
-from .events import (
-    ChatMessage,
-    GenerationDone,
-    Notice,
-    PromptProgress,
-    ReplyStats,
-    StatsSample,
-    TokenDelta,
-)
+from .events import ChatMessage, Notice, ReplyStats, StatsSample
 from .library import ModelHome
 from .load_plan import LoadPlan, make_load_plan
 from .model.batch_state import can_pad
-from .model.chat import (
-    ChatRenderer,
-    Detokeniser,
-    end_token_ids,
-    has_tokenizer,
-    load_tokenizer,
-)
+from .model.chat import end_token_ids, has_tokenizer, load_tokenizer
 from .model.experts import stamp
 from .model.facts import context_length, longest_context
 from .model.kv import StateManager
@@ -73,9 +59,6 @@ from .types import (
     Precision,
 )
 
-_SAMPLE_INTERVAL_S = 0.25
-
-ReplyEvent = PromptProgress | TokenDelta | StatsSample | Notice | GenerationDone
 OnNotice = Callable[[Notice], None]
 
 
@@ -174,8 +157,9 @@ class Engine:
         self.model = load_backbone(folder, config.dtype)
         switch = DenseSwitch()
         check_cancelled(self._is_load_cancelled)
-        self._tokenizer = load_tokenizer(folder) if has_tokenizer(folder) else None
-        self._end_ids = end_token_ids(folder, self.model.config, self._tokenizer)
+        tokenizer = load_tokenizer(folder) if has_tokenizer(folder) else None
+        self._end_ids = end_token_ids(folder, self.model.config, tokenizer)
+        self._chats = ChatStream(tokenizer, self)
         self.context_length = context_length(self.model.config, config.context_length)
         device = make_device(
             self.plan,
@@ -321,9 +305,17 @@ class Engine:
 
     def render(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Returns a chat's tokens, ready for the assistant's turn."""
-        if self._tokenizer is None:
-            raise GenerationError("The model has no tokenizer.", hint="Download it whole.")
-        return ChatRenderer(self._tokenizer).render(messages)
+        return self._chats.render(messages)
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Tokens that end a reply."""
+        return self._end_ids
+
+    @property
+    def longest_context(self) -> int:
+        """Most tokens that the model can read."""
+        return longest_context(self.model.config)
 
     def cancel(self) -> None:
         """Stops the running reply at the next layer or draft step. Any thread."""
@@ -339,43 +331,21 @@ class Engine:
         """Answers a chat.
 
         Yields:
-            Prompt progress, text deltas, figures at most four times a second, and at
-            the end `GenerationDone`, also when it was cancelled.
+            `ContextTrimmed` first where the oldest turns were left out, prompt progress, text
+            deltas, figures at most four times a second, and at the end `GenerationDone`, also
+            when it was cancelled.
 
         Raises:
-            ContextLengthError: The chat does not fit the context; nothing is trimmed.
+            ContextLengthError: System prompt and last question alone do not fit the context.
+            GenerationError: The chat template refuses the chat.
             NonFiniteError: nan in the logits.
             StoreError: A record cannot be read.
         """
-        prompt = self.render(messages)
-        assert self._tokenizer is not None
-        detokeniser = Detokeniser(self._tokenizer)
-        text: list[str] = []
-        reply = self.reply(prompt, sampling)
-        next_sample = time.perf_counter() + _SAMPLE_INTERVAL_S
-        reason = FinishReason.STOP
-        while True:
-            try:
-                step = next(reply)
-            except StopIteration as stop:
-                reason = stop.value
-                break
-            if isinstance(step, int):
-                piece = "" if step in self._end_ids else detokeniser.push(step)
-                text.append(piece)
-                yield TokenDelta(request_id=request_id, text=piece, num_tokens=1)
-            else:
-                yield PromptProgress(request_id=request_id, done=step[0], total=step[1])
-            if time.perf_counter() >= next_sample:
-                next_sample = time.perf_counter() + _SAMPLE_INTERVAL_S
-                yield StatsSample(request_id=request_id, stats=self.stats())
-        rest = detokeniser.flush()
-        if rest:
-            text.append(rest)
-            yield TokenDelta(request_id=request_id, text=rest, num_tokens=0)
-        yield GenerationDone(
-            request_id=request_id, text="".join(text), reason=reason, stats=self.stats()
-        )
+        yield from self._chats.stream(request_id, messages, sampling)
+
+    def samples(self, request_id: str) -> tuple[Sample, ...]:
+        """Returns what panels show of the running reply."""
+        return (StatsSample(request_id=request_id, stats=self.stats()),)
 
     def reply(
         self, prompt: Sequence[int], sampling: SamplingConfig
@@ -396,7 +366,7 @@ class Engine:
             raise ContextLengthError(
                 f"The chat has {len(prompt)} tokens, the context holds {self.context_length}.",
                 hint="Shorten the prompt, start a new chat, or give a larger --context "
-                f"(this model reads up to {longest_context(self.model.config)} tokens).",
+                f"(this model reads up to {self.longest_context} tokens).",
             )
         limit = min(room, sampling.max_new_tokens or room)
         sampler = Sampler(sampling)
