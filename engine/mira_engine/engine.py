@@ -80,6 +80,7 @@ class Engine:
     ) -> None:
         self.home = home
         self._cache_dir = cache_dir if config.compile_mode is not CompileMode.OFF else None
+        self._profile_dir = cache_dir
         self.config = config
         self._notify = on_notice
         self._is_load_cancelled = is_cancelled
@@ -98,11 +99,10 @@ class Engine:
             profile_dir=cache_dir,
             on_notice=on_notice,
         )
-        self.plan, self._top_k = load_plan.memory, load_plan.top_k
-        self.profile_key = load_plan.profile_key
-        self._fixed_depth = load_plan.fixed_depth()
-        self.governor = load_plan.governor(draft_depths)
-        self._first_depth = load_plan.first_k
+        self._draft_depths = draft_depths
+        self._top_k = load_plan.top_k
+        self.link_bytes_per_s = load_plan.link_bytes_per_s
+        self._take_plan(load_plan)
         self.on_round: Callable[[RoundObservation], None] | None = None
         """Told what each round did, in the thread that asked for the reply."""
         self._arrange_device(load_plan)
@@ -149,6 +149,48 @@ class Engine:
 
     # -- loading ---------------------------------------------------------------------------
 
+    def _take_plan(self, load_plan: LoadPlan) -> None:
+        self.plan = load_plan.memory
+        self.profile_key = load_plan.profile_key
+        self._fixed_depth = load_plan.fixed_depth()
+        self.governor = load_plan.governor(self._draft_depths)
+        self._first_depth = load_plan.first_k
+
+    def plan_for(self, config: EngineConfig) -> LoadPlan:
+        """Plans another configuration of this model, in the memory that this one would leave.
+
+        Raises:
+            StoreError: The model is not prepared in that precision, or damaged.
+            BudgetError: It does not fit.
+        """
+        return make_load_plan(
+            self.home,
+            config,
+            *_open_stores(self.home, config.precision),
+            profile_dir=self._profile_dir,
+            on_notice=lambda notice: None,
+            reusable_bytes=min(self.plan.total_bytes, self._probe.held_bytes()),
+        )
+
+    def adopt(self, config: EngineConfig, load_plan: LoadPlan) -> None:
+        """Goes over to another K or prefetch switch; slots and conversation stay.
+
+        Between replies. `mira_engine.reconfiguring` says when that suffices.
+
+        Args:
+            config: Differs from the one in force in these alone.
+            load_plan: Of it, with this device's slots.
+        """
+        self.config = config
+        depth_before = self.plan.num_draft_tokens
+        self._take_plan(load_plan)
+        self._load_predictor()
+        window = DraftWindow(self.executor, is_prefetch_enabled=config.is_prefetch_enabled)
+        self.draft_stage = DraftStage(self.passes, window)
+        if self.native_path is not None and self.plan.num_draft_tokens > depth_before:
+            depths = self.governor.candidates if self.governor is not None else ()
+            self.native_path.deepen(self.plan, depths)
+
     def _arrange_device(self, load_plan: LoadPlan) -> None:
         """Loads the backbone, allocates the arenas, and connects model and executor."""
         manifest, config = self._target.manifest, self.config
@@ -177,16 +219,7 @@ class Engine:
             draft=device.draft,
         )
         self.executor.is_cancelled = self._cancelled.is_set
-        if config.is_predicting and config.is_prefetch_enabled:
-            self.executor.predictor = PredictorBank.load(
-                self.home.predictors_dir, manifest.revision
-            )
-            if self.executor.predictor is None and self.home.predictors_dir.is_dir():
-                self._notice(
-                    "no-predictors",
-                    "The predictors are damaged, unfinished or of other weights and are not used; "
-                    f"mira-chat prepare {self.home.name} makes them anew.",
-                )
+        self._load_predictor()
         if config.trace_path is not None:
             self.executor.recorder = TraceRecorder(self._trace_header())
         num_stamped = stamp(self.model, self.executor)
@@ -225,6 +258,19 @@ class Engine:
                 on_notice=self._notice,
             )
             self.native_path.start(self._is_load_cancelled)
+
+    def _load_predictor(self) -> None:
+        self.executor.predictor = None
+        if not (self.config.is_predicting and self.config.is_prefetch_enabled):
+            return
+        revision = self._target.manifest.revision
+        self.executor.predictor = PredictorBank.load(self.home.predictors_dir, revision)
+        if self.executor.predictor is None and self.home.predictors_dir.is_dir():
+            self._notice(
+                "no-predictors",
+                "The predictors are damaged, unfinished or of other weights and are not used; "
+                f"mira-chat prepare {self.home.name} makes them anew.",
+            )
 
     def _trace_header(self) -> TraceHeader:
         return TraceHeader(

@@ -116,7 +116,23 @@ def test_part_is_known_before_text_comes() -> None:
 
 _WORDS = st.sampled_from(
     [*(tag for pair in THINK_TAGS for tag in pair), *CHANNEL_MARKS]
-    + ["<", "</", "think", ">", "|", "<|", " ", "\n", "a", "é", "final", "analysis", "to=", "[", "]"]
+    + [
+        "<",
+        "</",
+        "think",
+        ">",
+        "|",
+        "<|",
+        " ",
+        "\n",
+        "a",
+        "é",
+        "final",
+        "analysis",
+        "to=",
+        "[",
+        "]",
+    ]
 )
 _TEXTS = st.lists(_WORDS, max_size=24).map("".join)
 _PARSERS: tuple[Callable[[], ReplyParts], ...] = (
