@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 
-from .config import EngineConfig
+from .config import LIVE_FIELDS, EngineConfig
 from .engine import Engine
 from .errors import MiraError
 from .events import Notice
@@ -24,9 +24,6 @@ from .library import ModelHome
 from .load_plan import LoadPlan
 from .policy.budget import DEFAULT_NUM_DRAFT_TOKENS
 from .types import ExpertId
-
-LIVE_FIELDS = frozenset({"num_draft_tokens", "is_prefetch_enabled"})
-"""Fields of a configuration that may change while its model stays loaded."""
 
 _NUM_KEPT_FREE = 2
 """Slots that a refill leaves to the first misses."""
@@ -40,12 +37,6 @@ IsCancelled = Callable[[], bool]
 LoadEngine = Callable[[ModelHome, EngineConfig, IsCancelled], Engine]
 
 
-def changed_fields(old: EngineConfig, new: EngineConfig) -> frozenset[str]:
-    """Returns the names of the fields that differ."""
-    names = (field.name for field in fields(EngineConfig))
-    return frozenset(name for name in names if getattr(old, name) != getattr(new, name))
-
-
 def change_in_place(engine: Engine, config: EngineConfig) -> bool:
     """Goes over to a configuration if nothing on the device needs to change for it.
 
@@ -57,7 +48,7 @@ def change_in_place(engine: Engine, config: EngineConfig) -> bool:
         ConfigError: A field is beyond what this model can do; as above.
         StoreError: The model is not prepared in that precision; as above.
     """
-    changed = changed_fields(engine.config, config)
+    changed = engine.config.changed_fields(config)
     if not changed:
         return True
     planned = engine.plan_for(config)

@@ -27,7 +27,7 @@ from mira_engine.events import (
 from mira_engine.library import ModelHome, ModelLibrary
 from mira_engine.policy.payoff import PrefetchPayoff
 from mira_engine.prepare import prepare
-from mira_engine.reconfiguring import changed_fields, refill
+from mira_engine.reconfiguring import refill
 from mira_engine.types import CachePolicy, ComputeDtype, DraftExperts, ExpertId, Precision
 from mira_engine.worker import Worker
 
@@ -366,5 +366,5 @@ def test_cancelled_refill_leaves_a_loaded_engine(start: Callable[..., Session]) 
 
 def test_changed_fields_are_named() -> None:
     other = replace(CONFIG, num_draft_tokens=1, budget=None)
-    assert changed_fields(CONFIG, other) == {"num_draft_tokens", "budget"}
-    assert changed_fields(CONFIG, CONFIG) == frozenset()
+    assert CONFIG.changed_fields(other) == {"num_draft_tokens", "budget"}
+    assert CONFIG.changed_fields(CONFIG) == frozenset()
