@@ -47,6 +47,8 @@ async def test_what_is_in_force_is_shown():
         assert controls.k_input.value == "3"
         assert controls.precisions.pressed_index == 0
         assert not controls.prefetch.value
+        assert str(controls.prefetch.label).startswith("off:")
+        assert app.text("#precision-name") == "Precision\nnested"
         assert "360.0 MiB, 75% of the experts" in app.text("#budget-note")
         assert app.text("#outcome") == "Nothing is changed."
         assert app.focused is controls.budget_input
@@ -138,6 +140,7 @@ async def test_wrong_value_is_told_beside_its_field_and_not_applied(field, text,
         await pilot.pause()
         assert told in app.text(f"#{field}-note")
         assert app.controls.query_one(f"#{field}-note").has_class("-wrong")
+        assert app.text("#outcome") == "A field is wrong, see beside it."
         assert app.controls.apply_button.disabled
         await pilot.press("enter")
         await pilot.pause()

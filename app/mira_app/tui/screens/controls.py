@@ -6,7 +6,7 @@ out, when it posts `Changed`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from mira_engine.api import (
@@ -32,6 +32,9 @@ from mira_app.sanitise import sanitise
 
 AUTO = "auto"
 
+_NARROW_COLUMNS = 64
+_SHORT_ROWS = 20
+
 _ABOUT = {
     Precision.NESTED: "INT8 with its draft inside",
     Precision.INT8: "8 bits",
@@ -39,6 +42,12 @@ _ABOUT = {
     Precision.BF16: "as published",
     Precision.FLOAT32: "32 bits",
 }
+
+
+class ControlInput(Input):
+    """A field; says in the footer what Enter does."""
+
+    BINDINGS = [Binding("enter", "submit", "Apply", id="controls.submit")]
 
 
 class ControlsScreen(ModalScreen[None]):
@@ -52,8 +61,9 @@ class ControlsScreen(ModalScreen[None]):
     """
 
     CSS_PATH = "controls.tcss"
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (_NARROW_COLUMNS, "-wide")]
+    VERTICAL_BREAKPOINTS = [(0, "-short"), (_SHORT_ROWS, "-tall")]
     BINDINGS = [
-        Binding("enter", "apply", "Apply", id="controls.apply"),
         Binding("escape,f2", "dismiss", "Leave as it is", id="controls.close"),
         Binding("up", "app.focus_previous", "Field above", show=False, id="controls.up"),
         Binding("down", "app.focus_next", "Field below", show=False, id="controls.down"),
@@ -90,7 +100,7 @@ class ControlsScreen(ModalScreen[None]):
         with Vertical(id="controls"):
             with Horizontal(classes="row"):
                 yield Static("Budget", classes="name")
-                yield Input(
+                yield ControlInput(
                     AUTO if current.budget is None else str(current.budget),
                     placeholder=f"{AUTO}, 40%, 2GB",
                     compact=True,
@@ -99,7 +109,7 @@ class ControlsScreen(ModalScreen[None]):
                 yield Static(id="budget-note", classes="about")
             with Horizontal(classes="row"):
                 yield Static("K", classes="name")
-                yield Input(
+                yield ControlInput(
                     AUTO if self._is_k_auto else str(self._k_in_force),
                     placeholder=f"{AUTO}, 0 to {MAX_DRAFT_TOKENS}",
                     compact=True,
@@ -107,7 +117,7 @@ class ControlsScreen(ModalScreen[None]):
                 )
                 yield Static(id="k-note", classes="about")
             with Horizontal(classes="row", id="precisions"):
-                yield Static("Precision", classes="name")
+                yield Static(id="precision-name", classes="name")
                 with RadioSet(id="precision", compact=True):
                     for precision in self._prepared:
                         yield RadioButton(
@@ -117,7 +127,7 @@ class ControlsScreen(ModalScreen[None]):
             with Horizontal(classes="row"):
                 yield Static("Prefetch", classes="name")
                 yield Checkbox(
-                    "fetch experts before they are needed",
+                    "",
                     current.is_prefetch_enabled,
                     compact=True,
                     id="prefetch",
@@ -148,12 +158,11 @@ class ControlsScreen(ModalScreen[None]):
         Raises:
             ConfigError: A field cannot be used; says which and what would do.
         """
-        pressed = self.precisions.pressed_index
         return replace(
             self._current,
             budget=self._wanted_budget(),
             num_draft_tokens=self._wanted_k(),
-            precision=self._prepared[pressed] if pressed >= 0 else self._current.precision,
+            precision=self._wanted_precision(),
             is_prefetch_enabled=self.prefetch.value,
         )
 
@@ -175,6 +184,10 @@ class ControlsScreen(ModalScreen[None]):
             raise ConfigError.for_field("K", text, hint)
         return int(text)
 
+    def _wanted_precision(self) -> Precision:
+        index = self.precisions.pressed_index
+        return self._prepared[index] if index >= 0 else self._current.precision
+
     # -- what is shown -----------------------------------------------------------------------
 
     @on(Input.Changed)
@@ -184,17 +197,23 @@ class ControlsScreen(ModalScreen[None]):
         """Says for each field what it means, and for all what applying would do."""
         self._note(self.query_one("#budget-note", Static), self.budget_input, self._budget_note)
         self._note(self.query_one("#k-note", Static), self.k_input, self._k_note)
+        # In words, too: a mark that differs by its colour alone is none without colours.
+        chosen = Content.assemble("Precision\n", (str(self._wanted_precision()), "not bold"))
+        self.query_one("#precision-name", Static).update(chosen)
+        state = "on" if self.prefetch.value else "off"
+        self.prefetch.label = Content(f"{state}: fetch experts before they are needed")
         outcome = self.query_one("#outcome", Static)
         try:
             text, is_valid = self._outcome(self.wanted()), True
         except ConfigError as error:
-            text, is_valid = str(error), False
+            is_told = bool(self.query(".about.-wrong"))
+            text = "A field is wrong, see beside it." if is_told else str(error)
+            is_valid = False
         outcome.update(Content(sanitise(text)))
         outcome.set_class(not is_valid, "-wrong")
         self.apply_button.disabled = not is_valid
 
-    def _note(self, note: Static, field: Input, describe: object) -> None:
-        assert callable(describe)
+    def _note(self, note: Static, field: Input, describe: Callable[[], str]) -> None:
         try:
             text, is_valid = describe(), True
         except ConfigError as error:
