@@ -181,10 +181,11 @@ class Engine:
             config: Differs from the one in force in these alone.
             load_plan: Of it, with this device's slots.
         """
+        was_enabled, depth_before = self.config.is_prefetch_enabled, self.plan.num_draft_tokens
         self.config = config
-        depth_before = self.plan.num_draft_tokens
         self._take_plan(load_plan)
-        self._load_predictor()
+        if config.is_prefetch_enabled is not was_enabled:
+            self._load_predictor()
         window = DraftWindow(self.executor, is_prefetch_enabled=config.is_prefetch_enabled)
         self.draft_stage = DraftStage(self.passes, window)
         if self.native_path is not None and self.plan.num_draft_tokens > depth_before:

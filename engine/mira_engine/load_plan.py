@@ -123,7 +123,7 @@ class LoadPlan:
             return FixedDepth(self.first_k, "fixed, since a seed was given")
         if self.profile:
             return FixedDepth(k, "from the profile")
-        return FixedDepth(k, "as asked for" if k else "there is no draft")
+        return FixedDepth(k, "as asked for" if k else "drafting is off")
 
     def governor(self, draft_depths: Collection[int] | None) -> SpeculationGovernor | None:
         """Returns what adjusts K to what is observed; `None` where K was chosen or is 0."""

@@ -23,7 +23,7 @@ from .events import Notice
 from .library import ModelHome
 from .load_plan import LoadPlan
 from .policy.budget import DEFAULT_NUM_DRAFT_TOKENS
-from .types import ExpertId
+from .types import DraftExperts, ExpertId
 
 _NUM_KEPT_FREE = 2
 """Slots that a refill leaves to the first misses."""
@@ -33,12 +33,20 @@ _EXPERTS_AT_ONCE = 32
 
 _GOES_ON = " The model goes on with its former settings."
 
+_DRAFTS = {DraftExperts.ALL: "all experts", DraftExperts.CACHED: "the cached experts"}
+
+OnNotice = Callable[[Notice], None]
 IsCancelled = Callable[[], bool]
 LoadEngine = Callable[[ModelHome, EngineConfig, IsCancelled], Engine]
 
 
-def change_in_place(engine: Engine, config: EngineConfig) -> bool:
+def change_in_place(engine: Engine, config: EngineConfig, on_notice: OnNotice) -> bool:
     """Goes over to a configuration if nothing on the device needs to change for it.
+
+    Args:
+        engine: Between replies.
+        config: What is wanted.
+        on_notice: Told where a fresh load would draft otherwise.
 
     Returns:
         Whether it did. Where not, the configuration has a plan that fits.
@@ -57,6 +65,13 @@ def change_in_place(engine: Engine, config: EngineConfig) -> bool:
     adapted = _on_same_slots(engine, config, planned)
     if adapted is None:
         return False
+    kind = engine.plan.draft_experts
+    if planned.memory.num_draft_tokens and planned.memory.draft_experts is not kind:
+        text = (
+            f"The draft goes on with {_DRAFTS[kind]}, as it was loaded; loaded anew for this K "
+            f"it would compute with {_DRAFTS[planned.memory.draft_experts]}."
+        )
+        on_notice(Notice(code="draft-kept", text=text))
     engine.adopt(config, adapted)
     return True
 
@@ -65,8 +80,6 @@ def _on_same_slots(engine: Engine, config: EngineConfig, planned: LoadPlan) -> L
     """Returns the plan with the slots that are there; `None` where it takes others."""
     memory, wanted = engine.plan, planned.memory
     has_draft = engine.executor.draft is not None
-    if wanted.num_draft_tokens and has_draft and wanted.draft_experts is not memory.draft_experts:
-        return None
     k = wanted.num_draft_tokens
     if config.num_draft_tokens is None and has_draft:
         k = k or DEFAULT_NUM_DRAFT_TOKENS  # The governor may try it; the draft is there anyway.
@@ -104,7 +117,7 @@ class Reloading:
         engine: Engine,
         *,
         load: LoadEngine,
-        on_notice: Callable[[Notice], None],
+        on_notice: OnNotice,
         is_cancelled: IsCancelled,
         is_ending: IsCancelled,
     ) -> None:

@@ -302,7 +302,7 @@ class Worker:
             raise MiraError("No model is loaded.", hint="Pick a model first.")
         started = time.perf_counter()
         try:
-            is_kept = change_in_place(self._engine, job.config)
+            is_kept = change_in_place(self._engine, job.config, self._writer.send)
         except MiraError as error:
             raise unchanged(error) from error
         if not is_kept:

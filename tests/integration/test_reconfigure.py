@@ -159,6 +159,26 @@ def test_k_becomes_auto_and_fixed_again(start: Callable[..., Session]) -> None:
     assert session.ask().text == text
 
 
+def test_draft_of_another_kind_stays_and_is_told(start: Callable[..., Session]) -> None:
+    """A long draft would be loaded with all experts; the one that is there is taken."""
+    session = start(budget=MemoryAmount(share=2.0), draft_experts=DraftExperts.AUTO)
+    kind = session.engine.plan.draft_experts
+    text = session.ask().text
+    others = [k for k in (1, 2, 8) if _planned_kind(session, k) is not kind]
+    assert others
+    loaded = session.change(num_draft_tokens=others[0])
+    assert loaded.is_cache_kept
+    assert loaded.plan.draft_experts is kind
+    told = [e.code for e in session.writer.events if isinstance(e, Notice)]
+    assert "draft-kept" in told
+    assert session.ask().text == text
+
+
+def _planned_kind(session: Session, k: int) -> DraftExperts:
+    config = replace(session.config, num_draft_tokens=k)
+    return session.engine.plan_for(config).memory.draft_experts
+
+
 def test_prefetch_is_switched_off_and_on(start: Callable[..., Session]) -> None:
     session = start(budget=MemoryAmount(share=0.3))
     assert session.ask().stats.num_records_prefetched > 0
