@@ -27,7 +27,7 @@ from .events import (
     TokenDelta,
 )
 from .model.chat import ChatRenderer, Detokeniser, reply_marks
-from .model.context_limit import FittedChat, fit_chat, reply_room
+from .model.context_limit import CountTokens, FittedChat, fit_chat, reply_room
 from .model.reply_parts import ReplyParts, ReplyPiece, split_reply
 from .types import FinishReason, ReplyPart
 
@@ -87,7 +87,15 @@ class ChatStream:
         """Answers a chat; see `Engine.stream`."""
         tokenizer = self._known_tokenizer()
         renderer = ChatRenderer(tokenizer)
-        chat = self._fit(renderer, messages, sampling)
+        rendered: dict[tuple[ChatMessage, ...], tuple[str, list[int]]] = {}
+
+        def count(some: Sequence[ChatMessage]) -> int:
+            text = renderer.text(some)
+            tokens = renderer.tokens(text)
+            rendered[tuple(some)] = text, tokens
+            return len(tokens)
+
+        chat = self._fit(messages, count, sampling)
         if chat.left_out:
             yield ContextTrimmed(
                 request_id=request_id,
@@ -95,13 +103,13 @@ class ChatStream:
                 num_tokens=chat.num_tokens,
                 limit=self._replier.context_length,
             )
-        text = renderer.text(chat.messages)
+        text, prompt = rendered[chat.messages]
         writer = _ReplyWriter(
             request_id,
             Detokeniser(tokenizer, reply_marks(tokenizer, renderer.template)),
             split_reply(renderer.template, text),
         )
-        reply = self._replier.reply(renderer.tokens(text), sampling)
+        reply = self._replier.reply(prompt, sampling)
         next_sample = time.perf_counter() + _SAMPLE_INTERVAL_S
         reason = FinishReason.STOP
         while True:
@@ -127,13 +135,13 @@ class ChatStream:
         )
 
     def _fit(
-        self, renderer: ChatRenderer, messages: Sequence[ChatMessage], sampling: SamplingConfig
+        self, messages: Sequence[ChatMessage], count: CountTokens, sampling: SamplingConfig
     ) -> FittedChat:
         limit = self._replier.context_length
         try:
             chat = fit_chat(
                 messages,
-                lambda some: len(renderer.render(some)),
+                count,
                 context_length=limit,
                 room=reply_room(limit, sampling.max_new_tokens),
                 left_out=self._left_out,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from mira_engine import wire
 from mira_engine.config import EngineConfig, MemoryAmount, SamplingConfig
 from mira_engine.engine import Engine
 from mira_engine.errors import GenerationError
@@ -121,7 +123,8 @@ def start(home: ModelHome) -> Iterator[Callable[..., Session]]:
 
     yield make
     for session in sessions:
-        session.worker._unload()
+        if session.worker._engine is not None:
+            session.engine.close()
 
 
 # -- in place ------------------------------------------------------------------------------
@@ -191,6 +194,19 @@ def test_prefetch_is_switched_off_and_on(start: Callable[..., Session]) -> None:
     session.engine.executor.driver.payoff = PrefetchPayoff()  # whatever it found before
     on = session.ask(QUESTION)
     assert on.stats.num_records_prefetched > 0
+
+
+def test_request_comes_over_the_wire(home: ModelHome) -> None:
+    writer = FakeWriter()
+    worker = Worker(ModelLibrary(home.root.parent.parent), writer)
+    requests = (
+        LoadModel(request_id="l", model=home.name, config=CONFIG),
+        Reconfigure(request_id="c", config=replace(CONFIG, num_draft_tokens=1)),
+    )
+    worker.read_requests(io.StringIO("".join(wire.encode(r) + "\n" for r in requests)))
+    worker.run()
+    loaded = [e for e in writer.events if isinstance(e, ModelLoaded)]
+    assert [(e.request_id, e.is_cache_kept) for e in loaded] == [("l", False), ("c", True)]
 
 
 def test_same_configuration_changes_nothing(start: Callable[..., Session]) -> None:
