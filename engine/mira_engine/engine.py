@@ -12,10 +12,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 import torch
-from mira_kernels.weights import Int4Layout
 
 from .checkpoint.store import ExpertStore
-from .config import EngineConfig, SamplingConfig, format_bytes
+from .config import EngineConfig, SamplingConfig
 from .conversing import ChatStream, ReplyEvent, Sample
 from .errors import (
     CancelledError,
@@ -24,6 +23,7 @@ from .errors import (
     check_cancelled,
 )
 from .events import ChatMessage, Notice, ReplyStats, StatsSample
+from .fallbacks import load_fallbacks
 from .library import ModelHome
 from .load_plan import LoadPlan, make_load_plan
 from .model.batch_state import can_pad
@@ -50,8 +50,6 @@ from .runtime.telemetry import MemoryProbe, ReplyMeter
 from .trace import TracedRound, TraceHeader, TraceRecorder
 from .types import (
     CompileMode,
-    ComputeDtype,
-    DraftDense,
     DraftExperts,
     ExpertId,
     FinishReason,
@@ -305,40 +303,16 @@ class Engine:
             self.governor.forget_costs()
 
     def _tell_load_fallbacks(self) -> None:
-        """Says what is slower or less exact here than it could be."""
-        link = self.config.link
-        if link.is_emulated:
-            rate = f"{format_bytes(link.bytes_per_s)}/s" if link.bytes_per_s else "own speed"
-            self._notice(
-                "emulated-link",
-                f"The link is emulated: {rate}, {1e3 * link.latency_s:g} ms latency.",
-            )
         has_draft = self.executor.draft is not None
-        fmt = self._draft_source.format if has_draft else self._target.format
-        is_unpacked = fmt.group_size is not None and (
-            fmt.layout == Int4Layout.ROWS or not fmt.is_native
+        fallbacks = load_fallbacks(
+            self.config,
+            self.plan,
+            self._target.format,
+            self._draft_source.format if has_draft else None,
+            is_memory_exact=self._probe.is_exact,
         )
-        if is_unpacked and self.config.dtype is ComputeDtype.BFLOAT16:
-            self._notice(
-                "unpacked-experts",
-                "INT4 experts are unpacked for every use: this processor has no packed kernel "
-                "for them, or their sizes do not fit it.",
-            )
-        wanted = self.config.draft_dense
-        if (
-            has_draft
-            and wanted in (DraftDense.SPLIT, DraftDense.INT8)
-            and (self.plan.draft_dense is not wanted)
-        ):
-            self._notice(
-                "draft-dense",
-                f"The draft multiplies as the target does, not by {wanted}: that takes bfloat16 "
-                "and compiled steps.",
-            )
-        if not self._probe.is_exact:
-            self._notice(
-                "sampled-memory", "Peak memory is sampled here: a short peak can be missed."
-            )
+        for notice in fallbacks:
+            self._notify(notice)
 
     def _tell_once(self, code: str, text: str) -> None:
         if code not in self._told:
