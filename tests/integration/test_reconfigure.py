@@ -27,10 +27,13 @@ from mira_engine.events import (
     RequestFailed,
 )
 from mira_engine.library import ModelHome, ModelLibrary
+from mira_engine.policy.base import FetchReason
+from mira_engine.policy.eviction import LfuEviction, LruEviction
 from mira_engine.policy.payoff import PrefetchPayoff
+from mira_engine.policy.residency import ResidencyTable
 from mira_engine.prepare import prepare
 from mira_engine.reconfiguring import refill
-from mira_engine.types import CachePolicy, ComputeDtype, DraftExperts, ExpertId, Precision
+from mira_engine.types import CachePolicy, ComputeDtype, DraftExperts, ExpertId, Precision, Region
 from mira_engine.worker import Worker
 
 CONFIG = EngineConfig(
@@ -404,3 +407,27 @@ def test_changed_fields_are_named() -> None:
     other = replace(CONFIG, num_draft_tokens=1, budget=None)
     assert CONFIG.changed_fields(other) == {"num_draft_tokens", "budget"}
     assert CONFIG.changed_fields(CONFIG) == frozenset()
+
+
+def test_experts_are_ranked_by_worth_and_those_on_their_way_left_out() -> None:
+    table = ResidencyTable(4, LfuEviction())
+    experts = [ExpertId(0, number) for number in range(4)]
+    for expert in experts[:3]:
+        fetch = table.admit(expert, FetchReason.MISS)
+        assert fetch is not None
+        table.complete(fetch.slot)
+    table.admit(experts[3], FetchReason.MISS)
+    for expert in (experts[1], experts[1], experts[2]):
+        table.use(expert)
+    assert table.by_worth() == [experts[1], experts[2], experts[0]]
+
+
+def test_hot_experts_are_worth_most() -> None:
+    table = ResidencyTable(6, LruEviction(), num_hot_slots=2, num_stage_slots=2)
+    for number, reason in enumerate((FetchReason.MISS, FetchReason.REBALANCE)):
+        fetch = table.admit(ExpertId(0, number), reason)
+        assert fetch is not None
+        table.complete(fetch.slot)
+    table.use(ExpertId(0, 0))
+    assert table.region(0) is Region.STAGE
+    assert table.by_worth() == [ExpertId(0, 1), ExpertId(0, 0)]
