@@ -12,6 +12,7 @@ import typing
 from pathlib import Path
 
 from .config import (
+    LIVE_FIELDS,
     MAX_DRAFT_TOKENS,
     EngineConfig,
     LinkConfig,
@@ -95,6 +96,7 @@ if typing.TYPE_CHECKING:
     from .simulator.sweep import SimulationReport, SimulationRequest, SimulationRow
 
 __all__ = [
+    "LIVE_FIELDS",
     "MAX_DRAFT_TOKENS",
     "PROTOCOL_VERSION",
     "BudgetError",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from .errors import ConfigError
 from .types import (
@@ -25,6 +25,10 @@ from .types import (
 
 MAX_DRAFT_TOKENS = 32
 """Largest speculation depth K. Source: Specter, selection of K (K_max = 32)."""
+
+LIVE_FIELDS = frozenset({"num_draft_tokens", "is_prefetch_enabled"})
+"""Fields of `EngineConfig` that may change while the model stays loaded, its cache too, as long
+as the draft that they ask for is there. All others take a reload."""
 
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|B|%)?\s*$", re.IGNORECASE)
 _UNIT_BYTES = {
@@ -233,6 +237,11 @@ class EngineConfig:
             raise ConfigError.for_field("draft words", self.draft_words, "Give 0 (all) or more.")
         if self.num_threads is not None and self.num_threads < 1:
             raise ConfigError.for_field("threads", self.num_threads, "Give at least 1.")
+
+    def changed_fields(self, other: EngineConfig) -> frozenset[str]:
+        """Returns the names of the fields in which the other one differs."""
+        names = (each.name for each in fields(self))
+        return frozenset(n for n in names if getattr(self, n) != getattr(other, n))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

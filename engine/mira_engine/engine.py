@@ -12,36 +12,22 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 import torch
-from mira_kernels.weights import Int4Layout
 
 from .checkpoint.store import ExpertStore
-from .config import EngineConfig, SamplingConfig, format_bytes
+from .config import EngineConfig, SamplingConfig
+from .conversing import ChatStream, ReplyEvent, Sample
 from .errors import (
     CancelledError,
     ContextLengthError,
-    GenerationError,
     StoreError,
     check_cancelled,
 )
-from .events import (
-    ChatMessage,
-    GenerationDone,
-    Notice,
-    PromptProgress,
-    ReplyStats,
-    StatsSample,
-    TokenDelta,
-)
+from .events import ChatMessage, Notice, ReplyStats, StatsSample
+from .fallbacks import load_fallbacks
 from .library import ModelHome
 from .load_plan import LoadPlan, make_load_plan
 from .model.batch_state import can_pad
-from .model.chat import (
-    ChatRenderer,
-    Detokeniser,
-    end_token_ids,
-    has_tokenizer,
-    load_tokenizer,
-)
+from .model.chat import end_token_ids, has_tokenizer, load_tokenizer
 from .model.experts import stamp
 from .model.facts import context_length, longest_context
 from .model.kv import StateManager
@@ -64,8 +50,6 @@ from .runtime.telemetry import MemoryProbe, ReplyMeter
 from .trace import TracedRound, TraceHeader, TraceRecorder
 from .types import (
     CompileMode,
-    ComputeDtype,
-    DraftDense,
     DraftExperts,
     ExpertId,
     FinishReason,
@@ -74,9 +58,6 @@ from .types import (
     PredictionLead,
 )
 
-_SAMPLE_INTERVAL_S = 0.25
-
-ReplyEvent = PromptProgress | TokenDelta | StatsSample | Notice | GenerationDone
 OnNotice = Callable[[Notice], None]
 
 
@@ -98,6 +79,7 @@ class Engine:
     ) -> None:
         self.home = home
         self._cache_dir = cache_dir if config.compile_mode is not CompileMode.OFF else None
+        self._profile_dir = cache_dir
         self.config = config
         self._notify = on_notice
         self._is_load_cancelled = is_cancelled
@@ -116,11 +98,10 @@ class Engine:
             profile_dir=cache_dir,
             on_notice=on_notice,
         )
-        self.plan, self._top_k = load_plan.memory, load_plan.top_k
-        self.profile_key = load_plan.profile_key
-        self._fixed_depth = load_plan.fixed_depth()
-        self.governor = load_plan.governor(draft_depths)
-        self._first_depth = load_plan.first_k
+        self._draft_depths = draft_depths
+        self._top_k = load_plan.top_k
+        self.link_bytes_per_s = load_plan.link_bytes_per_s
+        self._take_plan(load_plan)
         self.on_round: Callable[[RoundObservation], None] | None = None
         """Told what each round did, in the thread that asked for the reply."""
         self._arrange_device(load_plan)
@@ -167,6 +148,49 @@ class Engine:
 
     # -- loading ---------------------------------------------------------------------------
 
+    def _take_plan(self, load_plan: LoadPlan) -> None:
+        self.plan = load_plan.memory
+        self.profile_key = load_plan.profile_key
+        self._fixed_depth = load_plan.fixed_depth()
+        self.governor = load_plan.governor(self._draft_depths)
+        self._first_depth = load_plan.first_k
+
+    def plan_for(self, config: EngineConfig) -> LoadPlan:
+        """Plans another configuration of this model, in the memory that this one would leave.
+
+        Raises:
+            StoreError: The model is not prepared in that precision, or damaged.
+            BudgetError: It does not fit.
+        """
+        return make_load_plan(
+            self.home,
+            config,
+            *_open_stores(self.home, config.precision),
+            profile_dir=self._profile_dir,
+            on_notice=lambda notice: None,
+            reusable_bytes=min(self.plan.total_bytes, self._probe.held_bytes()),
+        )
+
+    def adopt(self, config: EngineConfig, load_plan: LoadPlan) -> None:
+        """Goes over to another K or prefetch switch; slots and conversation stay.
+
+        Between replies. `mira_engine.reconfiguring` says when that suffices.
+
+        Args:
+            config: Differs from the one in force in these alone.
+            load_plan: Of it, with this device's slots.
+        """
+        was_enabled, depth_before = self.config.is_prefetch_enabled, self.plan.num_draft_tokens
+        self.config = config
+        self._take_plan(load_plan)
+        if config.is_prefetch_enabled is not was_enabled:
+            self._load_predictor()
+        window = DraftWindow(self.executor, is_prefetch_enabled=config.is_prefetch_enabled)
+        self.draft_stage = DraftStage(self.passes, window)
+        if self.native_path is not None and self.plan.num_draft_tokens > depth_before:
+            depths = self.governor.candidates if self.governor is not None else ()
+            self.native_path.deepen(self.plan, depths)
+
     def _arrange_device(self, load_plan: LoadPlan) -> None:
         """Loads the backbone, allocates the arenas, and connects model and executor."""
         manifest, config = self._target.manifest, self.config
@@ -175,8 +199,9 @@ class Engine:
         self.model = load_backbone(folder, config.dtype)
         switch = DenseSwitch()
         check_cancelled(self._is_load_cancelled)
-        self._tokenizer = load_tokenizer(folder) if has_tokenizer(folder) else None
-        self._end_ids = end_token_ids(folder, self.model.config, self._tokenizer)
+        tokenizer = load_tokenizer(folder) if has_tokenizer(folder) else None
+        self._end_ids = end_token_ids(folder, self.model.config, tokenizer)
+        self._chats = ChatStream(tokenizer, self)
         self.context_length = context_length(self.model.config, config.context_length)
         device = make_device(
             self.plan,
@@ -194,17 +219,7 @@ class Engine:
             draft=device.draft,
         )
         self.executor.is_cancelled = self._cancelled.is_set
-        if config.is_predicting and config.is_prefetch_enabled:
-            bank = PredictorBank.load(self.home.predictors_dir, manifest.revision)
-            if bank is None and self.home.predictors_dir.is_dir():
-                self._notice(
-                    "no-predictors",
-                    "The predictors are damaged, unfinished or of other weights and are not used; "
-                    f"mira-chat prepare {self.home.name} makes them anew.",
-                )
-            elif bank is not None and config.prediction_lead is PredictionLead.NEAR:
-                bank.far_heads.clear()
-            self.executor.predictor = bank
+        self._load_predictor()
         if config.trace_path is not None:
             self.executor.recorder = TraceRecorder(self._trace_header())
         num_stamped = stamp(self.model, self.executor)
@@ -244,6 +259,22 @@ class Engine:
             )
             self.native_path.start(self._is_load_cancelled)
 
+    def _load_predictor(self) -> None:
+        self.executor.predictor = None
+        if not (self.config.is_predicting and self.config.is_prefetch_enabled):
+            return
+        revision = self._target.manifest.revision
+        bank = PredictorBank.load(self.home.predictors_dir, revision)
+        if bank is not None and self.config.prediction_lead is PredictionLead.NEAR:
+            bank.far_heads.clear()
+        self.executor.predictor = bank
+        if bank is None and self.home.predictors_dir.is_dir():
+            self._notice(
+                "no-predictors",
+                "The predictors are damaged, unfinished or of other weights and are not used; "
+                f"mira-chat prepare {self.home.name} makes them anew.",
+            )
+
     def _trace_header(self) -> TraceHeader:
         return TraceHeader(
             model=self.home.title,
@@ -276,40 +307,16 @@ class Engine:
             self.governor.forget_costs()
 
     def _tell_load_fallbacks(self) -> None:
-        """Says what is slower or less exact here than it could be."""
-        link = self.config.link
-        if link.is_emulated:
-            rate = f"{format_bytes(link.bytes_per_s)}/s" if link.bytes_per_s else "own speed"
-            self._notice(
-                "emulated-link",
-                f"The link is emulated: {rate}, {1e3 * link.latency_s:g} ms latency.",
-            )
         has_draft = self.executor.draft is not None
-        fmt = self._draft_source.format if has_draft else self._target.format
-        is_unpacked = fmt.group_size is not None and (
-            fmt.layout == Int4Layout.ROWS or not fmt.is_native
+        fallbacks = load_fallbacks(
+            self.config,
+            self.plan,
+            self._target.format,
+            self._draft_source.format if has_draft else None,
+            is_memory_exact=self._probe.is_exact,
         )
-        if is_unpacked and self.config.dtype is ComputeDtype.BFLOAT16:
-            self._notice(
-                "unpacked-experts",
-                "INT4 experts are unpacked for every use: this processor has no packed kernel "
-                "for them, or their sizes do not fit it.",
-            )
-        wanted = self.config.draft_dense
-        if (
-            has_draft
-            and wanted in (DraftDense.SPLIT, DraftDense.INT8)
-            and (self.plan.draft_dense is not wanted)
-        ):
-            self._notice(
-                "draft-dense",
-                f"The draft multiplies as the target does, not by {wanted}: that takes bfloat16 "
-                "and compiled steps.",
-            )
-        if not self._probe.is_exact:
-            self._notice(
-                "sampled-memory", "Peak memory is sampled here: a short peak can be missed."
-            )
+        for notice in fallbacks:
+            self._notify(notice)
 
     def _tell_once(self, code: str, text: str) -> None:
         if code not in self._told:
@@ -323,9 +330,17 @@ class Engine:
 
     def render(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Returns a chat's tokens, ready for the assistant's turn."""
-        if self._tokenizer is None:
-            raise GenerationError("The model has no tokenizer.", hint="Download it whole.")
-        return ChatRenderer(self._tokenizer).render(messages)
+        return self._chats.render(messages)
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Tokens that end a reply."""
+        return self._end_ids
+
+    @property
+    def longest_context(self) -> int:
+        """Most tokens that the model can read."""
+        return longest_context(self.model.config)
 
     def cancel(self) -> None:
         """Stops the running reply at the next layer or draft step. Any thread."""
@@ -341,43 +356,21 @@ class Engine:
         """Answers a chat.
 
         Yields:
-            Prompt progress, text deltas, figures at most four times a second, and at
-            the end `GenerationDone`, also when it was cancelled.
+            `ContextTrimmed` first where the oldest turns were left out, prompt progress, text
+            deltas, figures at most four times a second, and at the end `GenerationDone`, also
+            when it was cancelled.
 
         Raises:
-            ContextLengthError: The chat does not fit the context; nothing is trimmed.
+            ContextLengthError: System prompt and last question alone do not fit the context.
+            GenerationError: The chat template refuses the chat.
             NonFiniteError: nan in the logits.
             StoreError: A record cannot be read.
         """
-        prompt = self.render(messages)
-        assert self._tokenizer is not None
-        detokeniser = Detokeniser(self._tokenizer)
-        text: list[str] = []
-        reply = self.reply(prompt, sampling)
-        next_sample = time.perf_counter() + _SAMPLE_INTERVAL_S
-        reason = FinishReason.STOP
-        while True:
-            try:
-                step = next(reply)
-            except StopIteration as stop:
-                reason = stop.value
-                break
-            if isinstance(step, int):
-                piece = "" if step in self._end_ids else detokeniser.push(step)
-                text.append(piece)
-                yield TokenDelta(request_id=request_id, text=piece, num_tokens=1)
-            else:
-                yield PromptProgress(request_id=request_id, done=step[0], total=step[1])
-            if time.perf_counter() >= next_sample:
-                next_sample = time.perf_counter() + _SAMPLE_INTERVAL_S
-                yield StatsSample(request_id=request_id, stats=self.stats())
-        rest = detokeniser.flush()
-        if rest:
-            text.append(rest)
-            yield TokenDelta(request_id=request_id, text=rest, num_tokens=0)
-        yield GenerationDone(
-            request_id=request_id, text="".join(text), reason=reason, stats=self.stats()
-        )
+        yield from self._chats.stream(request_id, messages, sampling)
+
+    def samples(self, request_id: str) -> tuple[Sample, ...]:
+        """Returns what panels show of the running reply."""
+        return (StatsSample(request_id=request_id, stats=self.stats()),)
 
     def reply(
         self, prompt: Sequence[int], sampling: SamplingConfig
@@ -398,7 +391,7 @@ class Engine:
             raise ContextLengthError(
                 f"The chat has {len(prompt)} tokens, the context holds {self.context_length}.",
                 hint="Shorten the prompt, start a new chat, or give a larger --context "
-                f"(this model reads up to {longest_context(self.model.config)} tokens).",
+                f"(this model reads up to {self.longest_context} tokens).",
             )
         limit = min(room, sampling.max_new_tokens or room)
         sampler = Sampler(sampling)

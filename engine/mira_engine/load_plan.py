@@ -63,6 +63,8 @@ class LoadPlan:
         profile: The profile that is kept, where nobody chose K.
         is_k_chosen: Whether somebody chose K.
         first_k: K of the first rounds, which a governor may adjust.
+        link_bytes_per_s: Rate of the expert link as measured before or emulated, 0 where
+            neither is known.
     """
 
     memory: MemoryPlan
@@ -71,6 +73,7 @@ class LoadPlan:
     profile: KProfile | None
     is_k_chosen: bool
     first_k: int
+    link_bytes_per_s: float = 0.0
 
     def cache_setup(
         self, config: EngineConfig, manifest: StoreManifest, record_bytes: int
@@ -121,7 +124,7 @@ class LoadPlan:
             return FixedDepth(self.first_k, "fixed, since a seed was given")
         if self.profile:
             return FixedDepth(k, "from the profile")
-        return FixedDepth(k, "as asked for" if k else "there is no draft")
+        return FixedDepth(k, "as asked for" if k else "drafting is off")
 
     def governor(self, draft_depths: Collection[int] | None) -> SpeculationGovernor | None:
         """Returns what adjusts K to what is observed; `None` where K was chosen or is 0."""
@@ -144,6 +147,7 @@ def make_load_plan(
     *,
     profile_dir: Path | None,
     on_notice: OnNotice,
+    reusable_bytes: int = 0,
 ) -> LoadPlan:
     """Plans the memory.
 
@@ -154,6 +158,7 @@ def make_load_plan(
         draft_source: Where the draft's are.
         profile_dir: Where this machine's rates are kept, `None` for nowhere.
         on_notice: Told what was chosen without being asked for.
+        reusable_bytes: Memory that a model loaded now will give back before.
 
     Raises:
         BudgetError: Nothing that was asked for fits; says the missing bytes.
@@ -167,7 +172,7 @@ def make_load_plan(
     if config.is_predicting and config.is_prefetch_enabled:
         heads_bytes = predictors_bytes(home.predictors_dir)
         facts = replace(facts, workspace_bytes=facts.workspace_bytes + heads_bytes)
-    available = psutil.virtual_memory().available
+    available = psutil.virtual_memory().available + reusable_bytes
     budget = config.budget
     if budget is None and config.memory_bytes is None:
         budget, note = usual_budget(facts, usable_memory(available))
@@ -195,7 +200,8 @@ def make_load_plan(
         is_link_slow=(config.link.bytes_per_s or math.inf) < SLOW_LINK_BYTES_PER_S,
     )
     expect = usual_expectations(is_builtin=home.is_builtin)
-    memory, note = choose_plan(facts, wishes, _known_rates(config, profile_dir), expect)
+    rates = _known_rates(config, profile_dir)
+    memory, note = choose_plan(facts, wishes, rates, expect)
     first_k = memory.num_draft_tokens
     is_k_chosen = config.num_draft_tokens is not None
     if memory.draft_experts is DraftExperts.CACHED and not is_k_chosen:
@@ -228,6 +234,7 @@ def make_load_plan(
         profile=profile,
         is_k_chosen=is_k_chosen,
         first_k=first_k,
+        link_bytes_per_s=rates.link_bytes_per_s if rates else config.link.bytes_per_s or 0.0,
     )
 
 

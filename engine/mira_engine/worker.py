@@ -13,6 +13,7 @@ finishes it, closes the engine, stops the heart, and exits.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import queue
 import sys
@@ -41,6 +42,7 @@ from .events import (
     ProfileDone,
     ProfileModel,
     ProfileProgress,
+    Reconfigure,
     Request,
     RequestFailed,
     Shutdown,
@@ -48,15 +50,16 @@ from .events import (
 from .library import ModelHome, ModelLibrary
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from .checkpoint.progress import OnProgress
+    from .config import EngineConfig
     from .engine import Engine
 
 _HEARTBEAT_S = 1.0
 _PROGRESS_INTERVAL_S = 0.2
 
-_Job = PrepareModel | LoadModel | ProfileModel | Generate | PlanModel
+_Job = PrepareModel | LoadModel | ProfileModel | Generate | Reconfigure | PlanModel
 
 
 class EventWriter:
@@ -93,7 +96,10 @@ class Worker:
         self._lock = threading.Lock()
         self._running_id: str | None = None
         self._cancelled_ids: set[str] = set()
+        self._ending = threading.Event()
         self._engine: Engine | None = None
+        self._model = ""
+        """As it was named when it was loaded."""
 
     # -- reader thread -------------------------------------------------------------------
 
@@ -110,6 +116,7 @@ class Worker:
             if isinstance(request, Shutdown):
                 break
             self._accept(request)
+        self._ending.set()
         self._cancel_all()
         self._jobs.put(None)
 
@@ -160,6 +167,8 @@ class Worker:
                 self._plan(job)
             elif isinstance(job, ProfileModel):
                 self._profile(job)
+            elif isinstance(job, Reconfigure):
+                self._reconfigure(job)
             else:
                 self._generate(job)
         except MiraError as error:
@@ -246,28 +255,68 @@ class Worker:
             self._writer.send(Notice(code="no-predictors", text=text))
 
     def _load(self, job: LoadModel) -> None:
-        from .engine import Engine
-
         home = self._library.resolve(job.model)
         self._unload()
+        self._model = job.model
+        self._load_engine(home, job.config, lambda: self._is_cancelled(job.request_id))
+        self._tell_loaded(job.request_id)
+
+    def _load_engine(
+        self, home: ModelHome, config: EngineConfig, is_cancelled: Callable[[], bool]
+    ) -> Engine:
+        from .engine import Engine
+
         engine = Engine.load(
             home,
-            job.config,
+            config,
             cache_dir=self._cache_dir,
             on_notice=self._writer.send,
-            is_cancelled=lambda: self._is_cancelled(job.request_id),
+            is_cancelled=is_cancelled,
         )
         with self._lock:
             self._engine = engine
+        return engine
+
+    def _tell_loaded(
+        self, request_id: str, *, is_cache_kept: bool = False, seconds: float | None = None
+    ) -> None:
+        engine = self._engine
+        assert engine is not None
         self._writer.send(
             ModelLoaded(
-                request_id=job.request_id,
-                model=job.model,
-                title=home.title,
+                request_id=request_id,
+                model=self._model,
+                title=engine.home.title,
                 context_length=engine.context_length,
                 plan=engine.plan,
-                load_s=engine.load_s,
+                load_s=engine.load_s if seconds is None else seconds,
+                is_cache_kept=is_cache_kept,
+                link_bytes_per_s=engine.link_bytes_per_s,
             )
+        )
+
+    def _reconfigure(self, job: Reconfigure) -> None:
+        from .reconfiguring import Reloading, change_in_place, unchanged
+
+        if self._engine is None:
+            raise MiraError("No model is loaded.", hint="Pick a model first.")
+        started = time.perf_counter()
+        try:
+            is_kept = change_in_place(self._engine, job.config, self._writer.send)
+        except MiraError as error:
+            raise unchanged(error) from error
+        if not is_kept:
+            reloading = Reloading(
+                self._engine,
+                load=self._load_engine,
+                on_notice=self._writer.send,
+                is_cancelled=lambda: self._is_cancelled(job.request_id),
+                is_ending=self._ending.is_set,
+            )
+            self._unload()
+            reloading.run(job.config)
+        self._tell_loaded(
+            job.request_id, is_cache_kept=is_kept, seconds=time.perf_counter() - started
         )
 
     def _plan(self, job: PlanModel) -> None:
@@ -308,6 +357,8 @@ class Worker:
             engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
+            del engine
+            gc.collect()  # Its parts know each other; what they hold must be free for the next.
 
 
 def _beat(writer: EventWriter, stopped: threading.Event) -> None:

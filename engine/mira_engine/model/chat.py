@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import jinja2
@@ -12,6 +12,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from ..errors import CheckpointError, GenerationError, UnsupportedModelError
 from ..events import ChatMessage
+from .reply_parts import CHANNEL_MARKS, THINK_TAGS, uses_channels
 
 _REPLACEMENT = "\ufffd"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
@@ -62,7 +63,11 @@ def check_chat_files(folder: Path) -> None:
 def end_token_ids(
     folder: Path, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None
 ) -> frozenset[int]:
-    """Returns the union of the end-of-text ids of config, generation config and tokenizer."""
+    """Returns the end-of-text ids of config, generation config, tokenizer and template together.
+
+    Published models disagree with themselves here: one that lists only its text's end would
+    go on after its turn's.
+    """
     sources: list[object] = [
         getattr(config, "eos_token_id", None),
         getattr(config.get_text_config(), "eos_token_id", None),
@@ -71,6 +76,7 @@ def end_token_ids(
         sources.append(GenerationConfig.from_pretrained(folder).eos_token_id)
     if tokenizer is not None:
         sources.append(tokenizer.eos_token_id)
+        sources.append(_turn_end_id(tokenizer))
     ids: set[int] = set()
     for source in sources:
         if isinstance(source, int):
@@ -80,8 +86,36 @@ def end_token_ids(
     return frozenset(ids)
 
 
+def _turn_end_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Returns the special token that the chat template writes behind a reply, if it does."""
+    if not tokenizer.chat_template:
+        return None
+    reply = "a reply"
+    chat = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": reply}]
+    try:
+        text = tokenizer.apply_chat_template(chat, add_generation_prompt=False, tokenize=False)
+    except (jinja2.TemplateError, TypeError):
+        return None
+    _, found, rest = text.rpartition(reply)
+    following = _tokens_of(tokenizer, rest.lstrip()) if found else []
+    return following[0] if following and following[0] in _special_ids(tokenizer) else None
+
+
+def _special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    added = tokenizer.added_tokens_decoder
+    return frozenset(tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}
+
+
+def _tokens_of(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
 class ChatRenderer:
-    """Renders a chat to the tokens the model was trained on."""
+    """Renders a chat to the tokens the model was trained on.
+
+    Attributes:
+        template: The chat template.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -90,40 +124,59 @@ class ChatRenderer:
                 "The model has no chat template, so it is not a chat model.",
                 hint="Choose the model's chat or instruct version.",
             )
+        self.template: str = tokenizer.get_chat_template()
 
     def render(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Returns the chat's tokens, ready for the assistant's turn.
 
-        A template that refuses the system role gets its text at the head of the first
-        user message.
+        Raises:
+            GenerationError: The template cannot render this chat.
+        """
+        return self.tokens(self.text(messages))
+
+    def text(self, messages: Sequence[ChatMessage]) -> str:
+        """Returns the chat as text, ready for the assistant's turn.
+
+        A template that refuses the system role, or leaves its text out, gets it at the head
+        of the first user message; one whose roles must alternate gets messages of the same
+        role joined.
 
         Raises:
             GenerationError: The template cannot render this chat.
         """
-        plain = [{"role": m.role, "content": m.content} for m in messages]
-        try:
-            text = self._apply(plain)
-        except jinja2.TemplateError as error:
-            folded = _fold_system(plain)
-            if folded == plain:
-                raise _refused(error) from error
+        whole = [_fields(message) for message in messages]
+        system = whole[0]["content"].strip() if whole and whole[0]["role"] == "system" else ""
+        refusal: Exception | None = None
+        for chat in (whole, _fold_system(whole), _join(whole), _fold_system(_join(whole))):
             try:
-                text = self._apply(folded)
-            except jinja2.TemplateError as again:
-                raise _refused(again) from again
-        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+                text = self._tokenizer.apply_chat_template(
+                    chat, add_generation_prompt=True, tokenize=False
+                )
+            except (jinja2.TemplateError, TypeError) as error:
+                refusal = refusal or error
+                continue
+            if system in text:
+                return text
+        raise GenerationError(
+            f"The model's chat template refuses this chat: {refusal or 'no system prompt'}.",
+            hint="Start a new chat, or leave the system prompt out.",
+        ) from refusal
 
-    def _apply(self, messages: list[dict[str, str]]) -> str:
-        return self._tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=False
-        )
+    def tokens(self, text: str) -> list[int]:
+        """Returns a rendered chat's tokens, with the template's beginning of text alone."""
+        ids = _tokens_of(self._tokenizer, text)
+        bos = self._tokenizer.bos_token_id
+        if len(ids) > 1 and ids[0] == ids[1] == bos:
+            del ids[0]  # Some tokenizers add one whatever they are told.
+        return ids
 
 
-def _refused(error: jinja2.TemplateError) -> GenerationError:
-    return GenerationError(
-        f"The model's chat template refuses this chat: {error}.",
-        hint="Start a new chat, or leave the system prompt out.",
-    )
+def _fields(message: ChatMessage) -> dict[str, str]:
+    fields = {"role": message.role, "content": message.content}
+    if message.thinking and message.role == "assistant":
+        # Templates know it by one name or the other, and those that know none leave it out.
+        fields |= {"thinking": message.thinking, "reasoning_content": message.thinking}
+    return fields
 
 
 def _fold_system(messages: list[dict[str, str]]) -> list[dict[str, str]]:
@@ -136,22 +189,51 @@ def _fold_system(messages: list[dict[str, str]]) -> list[dict[str, str]]:
     return [first, *messages[2:]]
 
 
+def _join(messages: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Joins neighbours of the same role, as questions that were never answered are."""
+    joined: list[dict[str, str]] = []
+    for message in messages:
+        if joined and joined[-1]["role"] == message["role"]:
+            last = joined.pop()
+            both = (last["content"], message["content"])
+            message = last | message | {"content": "\n\n".join(text for text in both if text)}
+        joined.append(message)
+    return joined
+
+
+def reply_marks(tokenizer: PreTrainedTokenizerBase, template: str) -> frozenset[str]:
+    """Returns the special tokens that tell a reply's parts, for `Detokeniser` to give."""
+    marks = [tag for pair in THINK_TAGS for tag in pair]
+    if uses_channels(template):
+        marks += CHANNEL_MARKS
+    return frozenset(mark for mark in marks if mark in tokenizer.get_added_vocab())
+
+
 class Detokeniser:
     """Turns tokens into text piece by piece.
 
     Holds back bytes of an unfinished UTF-8 character, and keeps whitespace tokens: each
     piece is the difference between two decodings of the same window, so that a
     tokenizer's treatment of leading spaces cancels out.
+
+    Args:
+        tokenizer: The model's.
+        kept: Special tokens whose text is given; of all others it is left out.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, kept: Collection[str] = ()) -> None:
         self._tokenizer = tokenizer
+        self._skipped = _special_ids(tokenizer) - {
+            tokenizer.convert_tokens_to_ids(token) for token in kept
+        }
         self._ids: list[int] = []
         self._start = 0
         self._emitted = 0
 
     def push(self, token: int) -> str:
         """Adds a token. Returns the text that is complete now, often empty."""
+        if token in self._skipped:
+            return ""
         self._ids.append(token)
         before = self._decode(self._ids[self._start : self._emitted])
         after = self._decode(self._ids[self._start :])
@@ -169,5 +251,5 @@ class Detokeniser:
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(
-            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )

@@ -143,6 +143,15 @@ class ResidencyTable:
         """Yields every expert that has a slot, with it."""
         return iter(self._slot_of.items())
 
+    def by_worth(self) -> list[ExpertId]:
+        """Returns the experts that can be computed now, those to keep longest first."""
+        hot = [e for e, slot in self._slot_of.items() if self._region[slot] is Region.HOT]
+        others = reversed(list(self._eviction.victims()))
+        if self._regions is None:
+            hot = []  # One pool: its order alone says what an expert is worth.
+        ranked = dict.fromkeys([*sorted(hot), *others, *self._slot_of])
+        return [expert for expert in ranked if self.is_ready(expert)]
+
     def served_by(self, expert: ExpertId) -> ServedBy:
         """Returns what serves the expert if it is routed to now."""
         slot = self._slot_of.get(expert)

@@ -75,6 +75,7 @@ class NativePath:
         on_notice: OnNotice,
     ) -> None:
         self._model = model
+        self._folder = folder
         self._config = config
         self._plan = plan
         self._cache_dir = cache_dir
@@ -119,6 +120,19 @@ class NativePath:
         steps = self.capture.take_ready() if self.is_native else {}
         self._passes.add_steps(steps)
         return bool(steps) or self.is_native != was_native
+
+    def deepen(self, plan: MemoryPlan, draft_depths: Collection[int]) -> None:
+        """Has the steps of a larger K made in the background; those in use stay meanwhile.
+
+        Between replies only.
+        """
+        if self._is_off:
+            return
+        self.take()
+        self.capture.close()
+        self._plan, self._draft_depths = plan, draft_depths
+        self.capture = StepCapture(self._model, self._folder, self._cache_dir, self._notify)
+        self.capture.start(self.wanted_steps(), TORCH_DTYPES[self._config.dtype], self._census)
 
     def close(self) -> None:
         """Stops what is still being made."""

@@ -134,6 +134,10 @@ class MemoryProbe:
         self._peak = max(self._peak, self._read())
         return max(0, self._peak - self._baseline)
 
+    def held_bytes(self) -> int:
+        """Returns the bytes above the baseline at present, 0 or more."""
+        return max(0, self._process.memory_info().rss - self._baseline)
+
     def _read(self) -> int:
         if self.is_exact:
             for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
