@@ -1,0 +1,436 @@
+"""Repositories of the hub: what is in one, which of it is needed, and what went wrong.
+
+Talks to the hub with huggingface_hub, whose settings hold: HF_ENDPOINT, HF_HOME,
+HF_TOKEN, HF_HUB_OFFLINE. Turns each of its errors into one sentence for people. Asks for
+lists and small headers; files are moved by `hub_download`. A token is passed on inside
+the client's own headers and never in a message.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import huggingface_hub
+from huggingface_hub import constants
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HFValidationError,
+    HfHubHTTPError,
+    HTTPError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+    SafetensorsParsingError,
+)
+
+from ..errors import (
+    CheckpointError,
+    HubAccessError,
+    HubBusyError,
+    HubUnreachableError,
+    MiraError,
+    UnknownModelError,
+    UnsupportedModelError,
+)
+from .backbone import SMALL_FILES
+from .progress import Progress
+from .shards import INDEX_FILE, SINGLE_FILE
+
+Answer = TypeVar("Answer")
+
+ANSWER_TIMEOUT_S = 15.0
+"""How long the hub may take over a question."""
+
+_POLL_S = 0.1
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_TOKEN_HINT = "log in with `hf auth login`, or set HF_TOKEN"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubFile:
+    """One file of a repository at one commit.
+
+    Attributes:
+        name: Path in the repository.
+        num_bytes: Length.
+        etag: Its name in the client's cache: SHA-256 of a large file's contents, git's blob
+            hash of a small one's.
+    """
+
+    name: str
+    num_bytes: int
+    etag: str
+
+    @property
+    def is_large(self) -> bool:
+        """Whether `etag` is a SHA-256; else it is git's hash."""
+        return len(self.etag) == 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubRevision:
+    """A repository at one commit.
+
+    Attributes:
+        repo_id: `owner/name`.
+        asked: The branch, tag or commit that was asked for.
+        commit: 40 hexadecimal digits.
+        files: All of its files, by name.
+        license: As its card says, or an empty string.
+    """
+
+    repo_id: str
+    asked: str
+    commit: str
+    files: Mapping[str, HubFile]
+    license: str = ""
+
+    @property
+    def repo_dir(self) -> Path:
+        """The repository's folder in the client's cache."""
+        return cached_repo_dir(self.repo_id)
+
+    @property
+    def snapshot_dir(self) -> Path:
+        """Where the client's cache has this commit's files."""
+        return self.repo_dir / "snapshots" / self.commit
+
+    @property
+    def small_files(self) -> tuple[HubFile, ...]:
+        """Configuration, tokenizer, templates and the weights' index, by name."""
+        return tuple(
+            self.files[name] for name in sorted(self.files) if _is_small(name) or name == INDEX_FILE
+        )
+
+    @property
+    def has_index(self) -> bool:
+        """Whether weights are found by an index; a single file comes first, as in `shards`."""
+        return SINGLE_FILE not in self.files and INDEX_FILE in self.files
+
+    def weight_files(self, index: Path) -> tuple[HubFile, ...]:
+        """Returns the weights that are needed: what the index names, or the single file.
+
+        Args:
+            index: The index, fetched before; not read where there is a single file.
+
+        Raises:
+            UnsupportedModelError: The repository has no safetensors weights.
+            CheckpointError: The index is damaged, or names a file that is not there.
+        """
+        if SINGLE_FILE in self.files:
+            return (self.files[SINGLE_FILE],)
+        if INDEX_FILE not in self.files:
+            raise _no_weights(self.repo_id, self.files)
+        names = sorted(set(weight_map(index).values()))
+        absent = [name for name in names if name not in self.files]
+        if absent:
+            raise CheckpointError(
+                f"{self.repo_id} lacks {absent[0]}, which its {INDEX_FILE} names"
+                + (f", and {len(absent) - 1} more files." if len(absent) > 1 else "."),
+                hint="The publisher has to add it; pick another model or revision.",
+            )
+        return tuple(self.files[name] for name in names)
+
+
+def cached_repo_dir(repo_id: str) -> Path:
+    """Returns the folder of a model's repository in the client's cache."""
+    return Path(constants.HF_HUB_CACHE) / f"models--{repo_id.replace('/', '--')}"
+
+
+def weight_map(index: Path) -> dict[str, str]:
+    """Reads which file holds which tensor.
+
+    Raises:
+        CheckpointError: It is no index.
+    """
+    try:
+        found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return {str(key): str(name) for key, name in found.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{index} is no weight index.", hint="Pick another model or revision."
+        ) from error
+
+
+def look_up(repo_id: str, revision: str | None, progress: Progress) -> HubRevision:
+    """Asks the hub for a repository's files, sizes and hashes.
+
+    Raises:
+        UnknownModelError: There is no such repository or revision.
+        HubAccessError: It is gated or private; says what to do.
+        HubBusyError: The hub limits requests or is out of order.
+        HubUnreachableError: Nobody answers, or offline mode is on.
+        CancelledError: Somebody asked to stop.
+    """
+    info = ask(
+        lambda: huggingface_hub.HfApi().model_info(
+            repo_id, revision=revision, files_metadata=True, timeout=ANSWER_TIMEOUT_S
+        ),
+        progress,
+        repo_id=repo_id,
+        revision=revision,
+    )
+    files = {
+        sibling.rfilename: HubFile(
+            name=sibling.rfilename,
+            num_bytes=int(sibling.lfs.size if sibling.lfs else sibling.size or 0),
+            etag=sibling.lfs.sha256 if sibling.lfs else sibling.blob_id or "",
+        )
+        for sibling in info.siblings or ()
+    }
+    card = info.card_data
+    named = getattr(card, "license_name", None) or getattr(card, "license", None) or ""
+    if not _COMMIT.fullmatch(info.sha or "") or not all(_is_hash(f.etag) for f in files.values()):
+        raise HubUnreachableError(
+            f"{endpoint()} does not answer as the hub does: sizes or hashes are missing.",
+            hint="Check HF_ENDPOINT.",
+        )
+    return HubRevision(
+        repo_id=repo_id,
+        asked=revision or constants.DEFAULT_REVISION,
+        commit=str(info.sha),
+        files=files,
+        license=named if isinstance(named, str) else ", ".join(map(str, named)),
+    )
+
+
+def cached_snapshot(repo_id: str, revision: str | None) -> Path | None:
+    """Returns a snapshot in the client's cache that has all that is needed, or `None`.
+
+    Looks at names only. For use without a network.
+    """
+    repo = cached_repo_dir(repo_id)
+    commit = revision or constants.DEFAULT_REVISION
+    if not _COMMIT.fullmatch(commit):
+        try:
+            commit = (repo / "refs" / commit).read_text(encoding="utf-8").strip()
+        except (OSError, ValueError):
+            return None
+    snapshot = repo / "snapshots" / commit
+    return snapshot if is_complete(snapshot) else None
+
+
+def is_complete(snapshot: Path) -> bool:
+    """Whether a folder has a configuration and every weight file that it should have."""
+    if not (snapshot / "config.json").is_file():
+        return False
+    if (snapshot / SINGLE_FILE).is_file():
+        return True
+    try:
+        names = set(weight_map(snapshot / INDEX_FILE).values())
+    except CheckpointError:
+        return False
+    return bool(names) and all((snapshot / name).is_file() for name in names)
+
+
+def read_remote_header(
+    revision: HubRevision, name: str, progress: Progress
+) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Reads the header of a safetensors file by range: element type and shape of each tensor.
+
+    Raises:
+        CheckpointError: It is no safetensors file.
+        MiraError: As `look_up` says.
+    """
+    header = ask(
+        lambda: huggingface_hub.HfApi().parse_safetensors_file_metadata(
+            revision.repo_id, name, revision=revision.commit, timeout=ANSWER_TIMEOUT_S
+        ),
+        progress,
+        repo_id=revision.repo_id,
+        revision=revision.asked,
+        file=name,
+    )
+    return {key: (info.dtype, tuple(info.shape)) for key, info in header.tensors.items()}
+
+
+def ask(
+    question: Callable[[], Answer],
+    progress: Progress,
+    *,
+    repo_id: str,
+    revision: str | None,
+    file: str = "",
+) -> Answer:
+    """Runs a question to the hub in a thread of its own, so that it can be left.
+
+    Raises:
+        CancelledError: Somebody asked to stop; the thread ends at its time limit.
+        MiraError: What went wrong, in plain words.
+    """
+    box: list[Any] = []
+    failed: list[Exception] = []
+
+    def run() -> None:
+        try:
+            box.append(question())
+        except Exception as error:  # noqa: BLE001 - told to the thread that asked
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="mira-hub-question", daemon=True)
+    thread.start()
+    deadline = time.monotonic() + 4 * ANSWER_TIMEOUT_S
+    while thread.is_alive() and time.monotonic() < deadline:
+        thread.join(_POLL_S)
+        progress.check()
+    if failed:
+        raise plain_error(failed[0], repo_id=repo_id, revision=revision, file=file) from failed[0]
+    if not box:
+        raise _unreachable("it took too long to answer")
+    return box[0]
+
+
+def plain_error(
+    error: Exception, *, repo_id: str, revision: str | None = None, file: str = ""
+) -> Exception:
+    """Says in one sentence what the hub's client meant; other errors come back as they are."""
+    if isinstance(error, MiraError):
+        return error
+    if isinstance(error, OfflineModeIsEnabled):
+        return HubUnreachableError(
+            f"{repo_id} is not complete in the hub's cache, and offline mode is on.",
+            hint="Unset HF_HUB_OFFLINE to download it.",
+        )
+    if isinstance(error, HFValidationError):
+        return UnknownModelError(
+            f"{repo_id!r} is no name of a repository.", hint="Names look like owner/name."
+        )
+    if isinstance(error, RevisionNotFoundError):
+        return UnknownModelError(
+            f"{repo_id} has no revision {revision!r}.",
+            hint=f"Look at {endpoint()}/{repo_id}/commits/main.",
+        )
+    if isinstance(error, (RepositoryNotFoundError, HfHubHTTPError)):
+        return _refused(error, repo_id, file)
+    if isinstance(error, EntryNotFoundError):
+        return _no_file(repo_id, file)
+    if isinstance(error, SafetensorsParsingError):
+        return CheckpointError(
+            f"{file} of {repo_id} is no safetensors file.", hint="Pick another model or revision."
+        )
+    if isinstance(error, HTTPError):
+        return _unreachable(_kind(error))
+    if isinstance(error, (ValueError, TypeError, KeyError)):
+        return _unreachable("its answer cannot be read")
+    return error
+
+
+def _refused(error: HfHubHTTPError, repo_id: str, file: str) -> MiraError:
+    status, page = error.response.status_code, f"{endpoint()}/{repo_id}"
+    has_token = huggingface_hub.get_token() is not None
+    if isinstance(error, GatedRepoError):
+        if not has_token:
+            return HubAccessError(
+                f"{repo_id} is gated, and there is no token.",
+                hint=f"Accept its licence at {page}, then {_TOKEN_HINT}.",
+            )
+        return HubAccessError(
+            f"{repo_id} is gated, and its licence is not accepted by the owner of your token.",
+            hint=f"Accept it at {page}; some publishers take days to answer. A fine-grained token "
+            "must be allowed to read gated repositories.",
+        )
+    said = (error.response.headers.get("X-Error-Message") or "").lower()
+    if status == 401 and "credentials" in said:
+        return HubAccessError(
+            "The hub does not know your token.", hint=f"Make a new one, and {_TOKEN_HINT}."
+        )
+    if isinstance(error, RepositoryNotFoundError) or status == 401:
+        if has_token:
+            return UnknownModelError(
+                f"The hub has no repository {repo_id}, or your token may not see it.",
+                hint="Check the spelling and the token's rights.",
+            )
+        return UnknownModelError(
+            f"The hub has no public repository {repo_id}.",
+            hint=f"Check the spelling. If it is private, {_TOKEN_HINT}. For a folder, write "
+            f"./{repo_id}.",
+        )
+    if isinstance(error, EntryNotFoundError):
+        return _no_file(repo_id, file)
+    if status == 429:
+        wait = retry_after_s(error.response.headers)
+        when = "in some minutes" if wait is None else f"in {wait} seconds"
+        return HubBusyError(
+            f"The hub limits how often it may be asked; it answers again {when}.",
+            hint="Try again then; what is downloaded is kept. With a token the limit is higher.",
+        )
+    if status >= 500 or status == 408:
+        return HubBusyError(
+            f"The hub is out of order (status {status}).",
+            hint="Try again later; what is downloaded is kept.",
+        )
+    return HubAccessError(
+        f"The hub refuses {file or repo_id} (status {status}).",
+        hint=f"Look at {page}. A fine-grained token must be allowed to read it.",
+    )
+
+
+def retry_after_s(headers: Mapping[str, str]) -> int | None:
+    """Returns the seconds that a server asks to wait, `None` where it does not say."""
+    match = re.search(r"r=0;\s*t=(\d+)", headers.get("RateLimit", ""))
+    said = match[1] if match else headers.get("Retry-After", "").strip()
+    return int(said) if said.isdigit() else None
+
+
+def endpoint() -> str:
+    """Returns the hub's address without a password in it."""
+    parts = urlsplit(constants.ENDPOINT)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+def _unreachable(why: str) -> HubUnreachableError:
+    return HubUnreachableError(
+        f"The hub at {endpoint()} cannot be reached: {why}.",
+        hint="Check the network, the proxy settings and HF_ENDPOINT; what is downloaded is kept.",
+    )
+
+
+def _kind(error: Exception) -> str:
+    """Names a network error by its class; its text may hold addresses with signatures."""
+    words = {
+        "ConnectError": "no connection",
+        "ConnectTimeout": "no connection in time",
+        "ReadTimeout": "nothing came for too long",
+        "ReadError": "the connection broke",
+        "RemoteProtocolError": "the connection broke",
+        "ProxyError": "the proxy refuses",
+        "TooManyRedirects": "it sends from address to address",
+    }
+    return words.get(type(error).__name__, "the connection failed")
+
+
+def _no_file(repo_id: str, file: str) -> CheckpointError:
+    return CheckpointError(
+        f"{repo_id} has no file {file}.", hint="Pick another model or revision."
+    )
+
+
+def _no_weights(repo_id: str, names: Iterable[str]) -> UnsupportedModelError:
+    endings = {Path(name).suffix for name in names}
+    others = {".bin": "pickled", ".pt": "pickled", ".pth": "pickled", ".gguf": "GGUF"}
+    has = sorted({others[ending] for ending in endings if ending in others})
+    return UnsupportedModelError(
+        f"{repo_id} has no weights in safetensors form"
+        + (f", only in {' and '.join(has)} form." if has else "."),
+        hint="Pick the model's safetensors repository.",
+    )
+
+
+def _is_small(name: str) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in SMALL_FILES if "/" not in name) or (
+        fnmatch.fnmatchcase(name, "additional_chat_templates/*.jinja")
+    )
+
+
+def _is_hash(etag: str) -> bool:
+    return re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", etag) is not None
