@@ -24,8 +24,8 @@ from huggingface_hub import constants
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
-    HFValidationError,
     HfHubHTTPError,
+    HFValidationError,
     HTTPError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
@@ -410,9 +410,7 @@ def _kind(error: Exception) -> str:
 
 
 def _no_file(repo_id: str, file: str) -> CheckpointError:
-    return CheckpointError(
-        f"{repo_id} has no file {file}.", hint="Pick another model or revision."
-    )
+    return CheckpointError(f"{repo_id} has no file {file}.", hint="Pick another model or revision.")
 
 
 def _no_weights(repo_id: str, names: Iterable[str]) -> UnsupportedModelError:
@@ -427,9 +425,9 @@ def _no_weights(repo_id: str, names: Iterable[str]) -> UnsupportedModelError:
 
 
 def _is_small(name: str) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in SMALL_FILES if "/" not in name) or (
-        fnmatch.fnmatchcase(name, "additional_chat_templates/*.jinja")
-    )
+    return any(
+        fnmatch.fnmatchcase(name, pattern) for pattern in SMALL_FILES if "/" not in name
+    ) or (fnmatch.fnmatchcase(name, "additional_chat_templates/*.jinja"))
 
 
 def _is_hash(etag: str) -> bool:

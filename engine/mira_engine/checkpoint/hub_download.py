@@ -106,9 +106,7 @@ def download(
     folder = fetch_small_files(revision, progress, patience)
     weights = revision.weight_files(folder / INDEX_FILE)
     transfer = _Transfer(revision, weights, progress, patience)
-    require_space(
-        folder, transfer.missing_bytes + spare_bytes, f"Downloading {revision.repo_id}"
-    )
+    require_space(folder, transfer.missing_bytes + spare_bytes, f"Downloading {revision.repo_id}")
     transfer.run(is_told=True)
     return folder
 
