@@ -185,7 +185,8 @@ class _Handler(BaseHTTPRequestHandler):
                 entry["lfs"] = {"size": len(data), "sha256": etag_of(data), "pointerSize": 134}
             siblings.append(entry)
         self.send(200, json.dumps({
-            "id": repo_id, "modelId": repo_id, "sha": commit, "private": False, "siblings": siblings,
+            "id": repo_id, "modelId": repo_id, "sha": commit, "private": False,
+            "siblings": siblings,
             "gated": "manual" if repo.gate else False, "cardData": {"license": repo.license},
         }).encode(), {"Content-Type": "application/json"})  # fmt: skip
 

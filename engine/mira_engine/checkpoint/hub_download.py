@@ -31,11 +31,10 @@ from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_st
 from ..config import format_bytes
 from ..errors import CheckpointError, HubBusyError
 from .hub import HubFile, HubRevision, plain_error, retry_after_s
+from .hub_cache import PARTIAL_SUFFIX
 from .progress import Progress
 from .shards import INDEX_FILE
 from .writing import disk_errors, require_space, sync_folder
-
-PARTIAL_SUFFIX = ".mira-partial"
 
 _CHUNK_BYTES = 1 << 20
 _POLL_S = 0.1
@@ -63,8 +62,11 @@ class Patience:
     num_parallel: int = 4
 
 
+USUAL_PATIENCE = Patience()
+
+
 def fetch_small_files(
-    revision: HubRevision, progress: Progress, patience: Patience = Patience()
+    revision: HubRevision, progress: Progress, patience: Patience = USUAL_PATIENCE
 ) -> Path:
     """Brings configuration, tokenizer, templates and index. Returns the snapshot's folder.
 
@@ -82,7 +84,7 @@ def download(
     revision: HubRevision,
     progress: Progress,
     *,
-    patience: Patience = Patience(),
+    patience: Patience = USUAL_PATIENCE,
     spare_bytes: int = 0,
 ) -> Path:
     """Brings all that is needed of a repository into the client's cache, and no more.
@@ -114,15 +116,6 @@ def download(
 def cached_bytes(revision: HubRevision, files: Iterable[HubFile]) -> int:
     """Returns how many bytes of the files are in the cache, unfinished ones included."""
     return sum(_here_bytes(revision, file) for file in files)
-
-
-def drop_partials(repo_dir: Path) -> int:
-    """Deletes what cancelled downloads left of a repository. Returns the bytes freed."""
-    freed = 0
-    for path in (repo_dir / "blobs").glob(f"*{PARTIAL_SUFFIX}"):
-        freed += path.stat().st_size
-        path.unlink()
-    return freed
 
 
 def _blob(revision: HubRevision, file: HubFile) -> Path:
@@ -381,9 +374,12 @@ class _Transfer:
             if is_continued and not told.startswith(f"bytes {start}-"):
                 raise _OtherContentsError
             connection = _socket_of(response)
-            with self._watched(connection), disk_errors(partial):
-                with partial.open("ab" if is_continued else "wb", buffering=0) as target:
-                    self._pump(response.iter_bytes(), target, file, start, is_continued)
+            with (
+                self._watched(connection),
+                disk_errors(partial),
+                partial.open("ab" if is_continued else "wb", buffering=0) as target,
+            ):
+                self._pump(response.iter_bytes(), target, file, start, is_continued)
         if partial.stat().st_size < file.num_bytes:
             raise _OtherContentsError
 

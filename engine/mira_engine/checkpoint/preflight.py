@@ -12,7 +12,7 @@ import enum
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -170,7 +170,7 @@ def examine(
     shard_bytes: Mapping[str, int] | None = None,
     weights_bytes: int | None = None,
 ) -> Preflight:
-    """Works a model's figures out.
+    """Works out the figures of the model whose `config.json` is in a folder.
 
     A form that the engine refuses is described as far as it can be, with the reason as
     `problem`; what cannot be described at all is raised.
@@ -188,16 +188,33 @@ def examine(
             its experts where the engine does not find them.
     """
     config = load_config(folder, is_quantised_read=True)
+    figures = figures_of(config, keys=keys, shard_bytes=shard_bytes, weights_bytes=weights_bytes)
+    try:
+        load_config(folder)
+    except UnsupportedModelError as error:
+        return replace(figures, problem=error)
+    return figures
+
+
+def figures_of(
+    config: PreTrainedConfig,
+    *,
+    keys: Mapping[str, str] | None = None,
+    shard_bytes: Mapping[str, int] | None = None,
+    weights_bytes: int | None = None,
+) -> Preflight:
+    """As `examine`, from a configuration that was read before.
+
+    Raises:
+        UnsupportedModelError: As `examine` says.
+    """
     model = meta_model(config)
     modules = find_expert_modules(model)
-    problem = _problem_of(folder, modules)
     sizes = dict(shard_bytes or {})
     routed = {id(p) for _, module in expert_modules_of(model) for p in module.parameters()}
     parameters = {id(p): p.numel() for p in model.parameters()}
     num_parameters = sum(parameters.values())
-    found = dict(classify_keys(model, keys or ()))
-    if keys and problem is None:
-        problem = _gaps(model, keys)
+    kinds = Counter(kind for _, kind in classify_keys(model, keys or ()))
     whole = weights_bytes if weights_bytes is not None else sum(sizes.values())
     return Preflight(
         config=config,
@@ -205,8 +222,8 @@ def examine(
         num_parameters=num_parameters,
         num_expert_parameters=sum(n for key, n in parameters.items() if key in routed),
         weights_bytes=whole or num_parameters * 2,
-        kinds=Counter(found.values()),
-        problem=problem,
+        kinds=kinds,
+        problem=_unfit_shape(modules[0].shape) or (_gaps(model, keys) if keys else None),
         layer_shards=_layer_shards(model, modules, keys or {}),
         shard_bytes=sizes,
     )
@@ -255,19 +272,16 @@ def _mapped(model: PreTrainedModel, keys: Iterable[str]) -> Iterator[tuple[str, 
             yield key, target, pattern
 
 
-def _problem_of(folder: Path, modules: tuple[ExpertModule, ...]) -> MiraError | None:
+def _unfit_shape(shape: ExpertShape) -> FormatError | None:
+    """Returns why no precision can hold the experts, `None` where one can.
+
+    Every precision takes a draft in INT4 or is INT4 itself.
+    """
     try:
-        load_config(folder)
-    except UnsupportedModelError as error:
+        make_format(Precision.INT4, shape)
+    except FormatError as error:
         return error
-    refused = []
-    for precision in Precision:
-        try:
-            make_format(precision, modules[0].shape)
-            make_format(Precision.INT4, modules[0].shape)
-        except FormatError as error:
-            refused.append(error)
-    return refused[0] if len(refused) == len(Precision) else None
+    return None
 
 
 def _gaps(model: PreTrainedModel, keys: Iterable[str]) -> MiraError | None:
