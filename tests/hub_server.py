@@ -131,6 +131,8 @@ class _Server(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: _Server
+    whole: bytes = b""
+    """All of the file that is asked for."""
 
     def log_message(self, format: str, *args: object) -> None:
         """Keeps the tests' output clean."""
@@ -222,6 +224,7 @@ class _Handler(BaseHTTPRequestHandler):
         stop = min(int(said[2]) + 1, len(data)) if said and said[2] else len(data)
         if start >= len(data) > 0:
             return self.refuse(416, "", "")
+        self.whole = data
         if self._fault(name, data[start:stop], start):
             return None
         if said:
@@ -309,9 +312,8 @@ def empty(handler: _Handler, data: bytes, start: int) -> None:
 
 
 def ignores_range(handler: _Handler, data: bytes, start: int) -> None:
-    """Half of what was asked for, from the middle, as if it were all: then the end."""
-    handler.send(200, data[: len(data) // 3], {}, len(data))
-    handler.close_connection = True
+    """All of the file from its beginning, whatever part was asked for."""
+    handler.send(200, handler.whole, {})
 
 
 def stall(at: float = 0.5) -> Fault:
@@ -319,7 +321,7 @@ def stall(at: float = 0.5) -> Fault:
 
     def answer(handler: _Handler, data: bytes, start: int) -> None:
         status, headers = handler.part(data, start)
-        handler.send(status, data[: int(at * len(data))], headers, len(data))
+        handler.send(status, data[: int(at * len(data))], headers, len(data) or 1)
         handler.wfile.flush()
         handler.server.hub.stalled.set()
         handler.server.hub.released.wait(30)

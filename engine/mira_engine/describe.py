@@ -12,7 +12,8 @@ from dataclasses import replace
 
 from .checkpoint import builtin, fetch, hub_home
 from .checkpoint.architecture import load_config
-from .checkpoint.hub_download import USUAL_PATIENCE, Patience, cached_bytes
+from .checkpoint.hub import USUAL_PATIENCE, Patience
+from .checkpoint.hub_download import cached_bytes
 from .checkpoint.hub_home import HubCheckpoint
 from .checkpoint.preflight import KeyKind, Preflight, examine, figures_of
 from .checkpoint.progress import Progress
@@ -50,7 +51,7 @@ def describe(
         notes=(home.note,) if home.note else (),
     )
     try:
-        figures = _figures(home, found, progress)
+        figures = _figures(home, found, progress, patience)
     except ModelError as error:
         return replace(made, refusal=error.message, hint=error.hint)
     problem = figures.problem or _chat_problem(home, found)
@@ -96,9 +97,11 @@ def _find(home: ModelHome, progress: Progress, patience: Patience) -> HubCheckpo
     return hub_home.find(home, progress, patience)
 
 
-def _figures(home: ModelHome, found: HubCheckpoint | None, progress: Progress) -> Preflight:
+def _figures(
+    home: ModelHome, found: HubCheckpoint | None, progress: Progress, patience: Patience
+) -> Preflight:
     if found is not None:
-        return hub_home.figures(found, progress)
+        return hub_home.figures(found, progress, patience)
     if home.is_builtin:
         return figures_of(builtin.builtin_config(), weights_bytes=builtin.CHECKPOINT_BYTES)
     if not (home.checkpoint_dir / "config.json").is_file():

@@ -29,7 +29,7 @@ from .checkpoint.convert import checkpoint_revision, convert_experts, store_writ
 from .checkpoint.experts import CheckpointExperts, find_expert_modules, meta_model
 from .checkpoint.files import LOCK_FILE
 from .checkpoint.formats import make_format
-from .checkpoint.hub_download import USUAL_PATIENCE, Patience
+from .checkpoint.hub import USUAL_PATIENCE, Patience
 from .checkpoint.preflight import SPARE_BYTES
 from .checkpoint.progress import OnProgress, Progress
 from .checkpoint.store import StoreManifest
@@ -111,7 +111,7 @@ def _bring(
     """Downloads a hub model where it is not here yet; refuses before the first weight."""
     found = hub_home.find(home, progress, patience)
     if not found.is_complete:
-        figures = hub_home.figures(found, progress)
+        figures = hub_home.figures(found, progress, patience)
         if figures.problem is not None:
             raise figures.problem
         stores = home.needed_precisions(precision)

@@ -206,14 +206,14 @@ def test_installed_lists_hub_models_by_name(library, tmp_path):
 
 def test_remove_hub_model_frees_its_home_and_the_blobs_that_only_it_uses(library, tmp_path):
     cache = tmp_path / "cache"
-    first = make_cached(cache, "owner/moe", COMMIT, {"a": b"shared", "b": b"own" * 100})
+    first = make_cached(cache, "owner/moe", COMMIT, {"a": b"shared", "b": b"own" * 30})
     second = make_cached(cache, "owner/moe", COMMIT[::-1], {"a": b"shared"})
     partial = first.parent.parent / "blobs" / "x.mira-partial"
     partial.write_bytes(b"half")
     home = make_hub_ready(library, "owner/moe", first)
     made = sum(path.stat().st_size for path in home.root.rglob("*") if path.is_file())
     freed = library.disk_bytes("owner/moe")
-    assert freed == made + 300 + 4
+    assert freed == made + 90 + 4
     assert library.remove("owner/moe") == freed
     assert not home.root.exists()
     assert not first.exists()

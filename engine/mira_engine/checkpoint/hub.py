@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 import huggingface_hub
@@ -51,9 +51,37 @@ Answer = TypeVar("Answer")
 ANSWER_TIMEOUT_S = 15.0
 """How long the hub may take over a question."""
 
+TRANSIENT_STATUS = frozenset({408, 429, 500, 502, 503, 504})
+"""Refusals that may be over in a moment."""
+
 _POLL_S = 0.1
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _TOKEN_HINT = "log in with `hf auth login`, or set HF_TOKEN"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """How long one bears with a hub that fails.
+
+    Attributes:
+        num_tries: Failures in a row after which a file is given up; one that brought bytes
+            begins the count anew.
+        first_wait_s: Pause after the first failure; doubled after each.
+        longest_wait_s: Longest pause; a hub that asks for more is told to the user instead.
+        read_timeout_s: Silence that counts as a failure; `None` takes the client's setting.
+        num_asks: Failures in a row after which a question is given up.
+        num_parallel: Files moved at once.
+    """
+
+    num_tries: int = 5
+    first_wait_s: float = 1.0
+    longest_wait_s: float = 30.0
+    read_timeout_s: float | None = None
+    num_asks: int = 3
+    num_parallel: int = 4
+
+
+USUAL_PATIENCE = Patience()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +190,12 @@ def weight_map(index: Path) -> dict[str, str]:
         ) from error
 
 
-def look_up(repo_id: str, revision: str | None, progress: Progress) -> HubRevision:
+def look_up(
+    repo_id: str,
+    revision: str | None,
+    progress: Progress,
+    patience: Patience = USUAL_PATIENCE,
+) -> HubRevision:
     """Asks the hub for a repository's files, sizes and hashes.
 
     Raises:
@@ -177,6 +210,7 @@ def look_up(repo_id: str, revision: str | None, progress: Progress) -> HubRevisi
             repo_id, revision=revision, files_metadata=True, timeout=ANSWER_TIMEOUT_S
         ),
         progress,
+        patience,
         repo_id=repo_id,
         revision=revision,
     )
@@ -234,7 +268,7 @@ def is_complete(snapshot: Path) -> bool:
 
 
 def read_remote_header(
-    revision: HubRevision, name: str, progress: Progress
+    revision: HubRevision, name: str, progress: Progress, patience: Patience = USUAL_PATIENCE
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Reads the header of a safetensors file by range: element type and shape of each tensor.
 
@@ -247,6 +281,7 @@ def read_remote_header(
             revision.repo_id, name, revision=revision.commit, timeout=ANSWER_TIMEOUT_S
         ),
         progress,
+        patience,
         repo_id=revision.repo_id,
         revision=revision.asked,
         file=name,
@@ -257,37 +292,73 @@ def read_remote_header(
 def ask(
     question: Callable[[], Answer],
     progress: Progress,
+    patience: Patience,
     *,
     repo_id: str,
     revision: str | None,
     file: str = "",
 ) -> Answer:
-    """Runs a question to the hub in a thread of its own, so that it can be left.
+    """Asks the hub something, again where it fails for a moment; can be left at any time.
 
     Raises:
-        CancelledError: Somebody asked to stop; the thread ends at its time limit.
+        CancelledError: Somebody asked to stop.
         MiraError: What went wrong, in plain words.
     """
-    box: list[Any] = []
+    wait_s = patience.first_wait_s
+    for number in range(1, patience.num_asks + 1):
+        try:
+            return _ask_once(question, progress)
+        except (HTTPError, TimeoutError) as error:
+            said = plain_error(error, repo_id=repo_id, revision=revision, file=file)
+            pause_s = _pause_s(error, wait_s)
+            if number == patience.num_asks or pause_s is None or pause_s > patience.longest_wait_s:
+                raise said from error
+        except Exception as error:
+            raise plain_error(error, repo_id=repo_id, revision=revision, file=file) from error
+        _pause(pause_s, progress)
+        wait_s *= 2
+    raise AssertionError("a question is asked at least once")
+
+
+def _pause_s(error: Exception, wait_s: float) -> float | None:
+    """Returns how long to wait before asking again, `None` where that is of no use."""
+    if not isinstance(error, HfHubHTTPError):
+        return wait_s
+    if error.response.status_code not in TRANSIENT_STATUS:
+        return None
+    asked_s = retry_after_s(error.response.headers)
+    return wait_s if asked_s is None else asked_s
+
+
+def _pause(seconds: float, progress: Progress) -> None:
+    deadline = time.monotonic() + seconds
+    while (left := deadline - time.monotonic()) > 0:
+        time.sleep(min(left, _POLL_S))
+        progress.check()
+
+
+def _ask_once(question: Callable[[], Answer], progress: Progress) -> Answer:
+    """Runs a question in a thread of its own; one that is left ends at its time limit."""
+    answers: list[Answer] = []
     failed: list[Exception] = []
 
     def run() -> None:
         try:
-            box.append(question())
+            answers.append(question())
         except Exception as error:  # noqa: BLE001 - told to the thread that asked
             failed.append(error)
 
     thread = threading.Thread(target=run, name="mira-hub-question", daemon=True)
     thread.start()
-    deadline = time.monotonic() + 4 * ANSWER_TIMEOUT_S
+    deadline = time.monotonic() + 2 * ANSWER_TIMEOUT_S
     while thread.is_alive() and time.monotonic() < deadline:
         thread.join(_POLL_S)
         progress.check()
     if failed:
-        raise plain_error(failed[0], repo_id=repo_id, revision=revision, file=file) from failed[0]
-    if not box:
-        raise _unreachable("it took too long to answer")
-    return box[0]
+        raise failed[0]
+    if not answers:
+        raise TimeoutError
+    return answers[0]
 
 
 def plain_error(
@@ -318,7 +389,7 @@ def plain_error(
         return CheckpointError(
             f"{file} of {repo_id} is no safetensors file.", hint="Pick another model or revision."
         )
-    if isinstance(error, HTTPError):
+    if isinstance(error, (HTTPError, TimeoutError)):
         return _unreachable(_kind(error))
     if isinstance(error, (ValueError, TypeError, KeyError)):
         return _unreachable("its answer cannot be read")
@@ -400,6 +471,7 @@ def _kind(error: Exception) -> str:
     words = {
         "ConnectError": "no connection",
         "ConnectTimeout": "no connection in time",
+        "TimeoutError": "no answer in time",
         "ReadTimeout": "nothing came for too long",
         "ReadError": "the connection broke",
         "RemoteProtocolError": "the connection broke",

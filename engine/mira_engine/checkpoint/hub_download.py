@@ -18,7 +18,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -30,7 +29,15 @@ from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_st
 
 from ..config import format_bytes
 from ..errors import CheckpointError, HubBusyError
-from .hub import HubFile, HubRevision, plain_error, retry_after_s
+from .hub import (
+    TRANSIENT_STATUS,
+    USUAL_PATIENCE,
+    HubFile,
+    HubRevision,
+    Patience,
+    plain_error,
+    retry_after_s,
+)
 from .hub_cache import PARTIAL_SUFFIX
 from .progress import Progress
 from .shards import INDEX_FILE
@@ -40,29 +47,6 @@ _CHUNK_BYTES = 1 << 20
 _POLL_S = 0.1
 _RATE_WINDOW_S = 5.0
 _END_S = 1.0
-_TRANSIENT = frozenset({408, 429, 500, 502, 503, 504})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
-    """How long a download bears with a hub that fails.
-
-    Attributes:
-        num_tries: Failures in a row, without a byte in between, after which a file is given up.
-        first_wait_s: Pause after the first failure; doubled after each.
-        longest_wait_s: Longest pause; a hub that asks for more is told to the user instead.
-        read_timeout_s: Silence that counts as a failure; `None` takes the client's setting.
-        num_parallel: Files moved at once.
-    """
-
-    num_tries: int = 5
-    first_wait_s: float = 1.0
-    longest_wait_s: float = 30.0
-    read_timeout_s: float | None = None
-    num_parallel: int = 4
-
-
-USUAL_PATIENCE = Patience()
 
 
 def fetch_small_files(
@@ -108,7 +92,12 @@ def download(
     folder = fetch_small_files(revision, progress, patience)
     weights = revision.weight_files(folder / INDEX_FILE)
     transfer = _Transfer(revision, weights, progress, patience)
-    require_space(folder, transfer.missing_bytes + spare_bytes, f"Downloading {revision.repo_id}")
+    require_space(
+        Path(constants.HF_HUB_CACHE),
+        transfer.missing_bytes + spare_bytes,
+        f"{revision.repo_id} with what is made of it" if spare_bytes else revision.repo_id,
+        elsewhere="set HF_HOME to a folder on another disk",
+    )
     transfer.run(is_told=True)
     return folder
 
@@ -337,7 +326,7 @@ class _Transfer:
             return None
         response = error.response
         is_signed_address = response.history != []
-        if response.status_code not in _TRANSIENT and not (
+        if response.status_code not in TRANSIENT_STATUS and not (
             is_signed_address and response.status_code == 403
         ):
             raise plain_error(

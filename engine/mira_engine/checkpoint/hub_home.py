@@ -14,8 +14,8 @@ from pathlib import Path
 from ..errors import HubUnreachableError, UnknownModelError
 from ..library import SOURCE_FILE, ModelHome, read_source
 from . import hub
-from .hub import HubRevision
-from .hub_download import USUAL_PATIENCE, Patience, cached_bytes, download, fetch_small_files
+from .hub import USUAL_PATIENCE, HubRevision, Patience
+from .hub_download import cached_bytes, download, fetch_small_files
 from .preflight import Preflight, examine
 from .progress import Progress
 from .shards import INDEX_FILE, SINGLE_FILE, CheckpointShards
@@ -58,7 +58,7 @@ def find(home: ModelHome, progress: Progress, patience: Patience = USUAL_PATIENC
         )
     pinned = str(source["commit"]) if source.get("is_started") is True else None
     try:
-        revision = _look_up(home, pinned, progress)
+        revision = _look_up(home, pinned, progress, patience)
         folder = fetch_small_files(revision, progress, patience)
     except HubUnreachableError:
         snapshot = hub.cached_snapshot(home.repo_id, pinned or home.revision)
@@ -70,18 +70,22 @@ def find(home: ModelHome, progress: Progress, patience: Patience = USUAL_PATIENC
     )
 
 
-def _look_up(home: ModelHome, pinned: str | None, progress: Progress) -> HubRevision:
+def _look_up(
+    home: ModelHome, pinned: str | None, progress: Progress, patience: Patience
+) -> HubRevision:
     if pinned is not None:
         try:
-            return hub.look_up(home.repo_id, pinned, progress)
+            return hub.look_up(home.repo_id, pinned, progress, patience)
         except UnknownModelError:
             if home.revision == pinned:
                 raise
             # The publisher has rewritten the branch; what it names now is taken.
-    return hub.look_up(home.repo_id, home.revision, progress)
+    return hub.look_up(home.repo_id, home.revision, progress, patience)
 
 
-def figures(found: HubCheckpoint, progress: Progress) -> Preflight:
+def figures(
+    found: HubCheckpoint, progress: Progress, patience: Patience = USUAL_PATIENCE
+) -> Preflight:
     """Works out a checkpoint's figures; asks the hub for the tensors' names of a single file.
 
     Raises:
@@ -95,7 +99,7 @@ def figures(found: HubCheckpoint, progress: Progress) -> Preflight:
     if found.revision.has_index:
         keys = hub.weight_map(found.folder / INDEX_FILE)
     else:
-        header = hub.read_remote_header(found.revision, SINGLE_FILE, progress)
+        header = hub.read_remote_header(found.revision, SINGLE_FILE, progress, patience)
         keys = dict.fromkeys(header, SINGLE_FILE)
     return examine(
         found.folder, keys=keys, shard_bytes={file.name: file.num_bytes for file in files}
