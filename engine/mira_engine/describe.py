@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from .checkpoint import builtin, fetch, hub_home
 from .checkpoint.architecture import load_config
+from .checkpoint.backbone import small_files
 from .checkpoint.hub import USUAL_PATIENCE, Patience
 from .checkpoint.hub_download import cached_bytes
 from .checkpoint.hub_home import HubCheckpoint
@@ -58,7 +59,7 @@ def describe(
     made = replace(made, **_facts(figures), **_lengths(home, found, figures))
     made = replace(
         made,
-        sizes=tuple(_sizes(home, figures)),
+        sizes=tuple(_sizes(home, found, figures)),
         notes=(*made.notes, *_notes(figures)),
         refusal=problem.message if problem else "",
         hint=problem.hint if problem else "",
@@ -152,17 +153,24 @@ def _lengths(home: ModelHome, found: HubCheckpoint | None, figures: Preflight) -
     }
 
 
-def _sizes(home: ModelHome, figures: Preflight) -> Iterator[PreparedSize]:
+def _sizes(
+    home: ModelHome, found: HubCheckpoint | None, figures: Preflight
+) -> Iterator[PreparedSize]:
+    folder = found.folder if found is not None else home.checkpoint_dir
+    small_bytes = sum(path.stat().st_size for path in small_files(folder))
     for precision in Precision:
         stores = home.needed_precisions(precision)
         try:
+            made_bytes = sum(figures.store_bytes(store) for store in stores)
+            deleting_bytes = figures.peak_deleting_bytes(stores)
             yield PreparedSize(
                 precision=precision,
-                prepared_bytes=figures.backbone_bytes
-                + sum(figures.store_bytes(store) for store in stores),
+                prepared_bytes=figures.backbone_bytes + small_bytes + made_bytes,
                 draft_bytes=figures.draft_bytes(precision),
-                peak_bytes=figures.peak_bytes(stores),
-                peak_deleting_bytes=figures.peak_deleting_bytes(stores),
+                peak_bytes=figures.peak_bytes(stores) + 2 * small_bytes,
+                peak_deleting_bytes=(
+                    None if deleting_bytes is None else deleting_bytes + 2 * small_bytes
+                ),
             )
         except FormatError:
             continue  # No room is needed for what cannot be made.

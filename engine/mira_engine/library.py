@@ -12,6 +12,7 @@ import hashlib
 import json
 import re
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -227,6 +228,25 @@ class ModelLibrary:
         home = self.resolve(name)
         return _bytes_below(home.root) + self._cached_bytes(home)
 
+    def drop_download(self, name: str) -> int:
+        """Deletes the downloaded weights of a hub model that is ready without them.
+
+        Another precision then takes another download.
+
+        Returns:
+            The bytes freed: 0 where there is nothing that was downloaded here, or no
+            precision is ready.
+
+        Raises:
+            UnknownModelError: There is no such model.
+            PrepareError: It is being prepared, or files cannot be deleted.
+        """
+        home = self.resolve(name)
+        if not home.ready_precisions:
+            return 0
+        with _held(home):
+            return self._drop_cached(home)
+
     def remove(self, name: str) -> int:
         """Deletes all that was made for a model: backbone, stores, predictors, its download.
 
@@ -243,20 +263,10 @@ class ModelLibrary:
         home = self.resolve(name)
         if not home.root.exists():
             return 0
-        try:
-            with filelock.FileLock(home.root / LOCK_FILE, timeout=0):
-                freed = _bytes_below(home.root) + self._drop_cached(home)
-                _empty(home.root)
-            shutil.rmtree(home.root)
-        except filelock.Timeout as error:
-            raise PrepareError(
-                f"{home.title} is being prepared.", hint="Stop that first, then remove it."
-            ) from error
-        except OSError as error:
-            raise PrepareError(
-                f"{home.root} could not be deleted: {error.strerror or error}.",
-                hint="Close what uses the model, check the permissions, and try again.",
-            ) from error
+        with _held(home):
+            freed = _bytes_below(home.root) + self._drop_cached(home)
+            _empty(home.root)
+        shutil.rmtree(home.root, ignore_errors=True)
         return freed
 
     def _cached_bytes(self, home: ModelHome) -> int:
@@ -288,6 +298,23 @@ def read_source(root: Path) -> dict[str, object]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+@contextlib.contextmanager
+def _held(home: ModelHome) -> Iterator[None]:
+    """Holds a home's lock while files are deleted, and says what hinders that."""
+    try:
+        with filelock.FileLock(home.root / LOCK_FILE, timeout=0):
+            yield
+    except filelock.Timeout as error:
+        raise PrepareError(
+            f"{home.title} is being prepared.", hint="Stop that first, then try again."
+        ) from error
+    except OSError as error:
+        raise PrepareError(
+            f"{home.root} could not be deleted: {error.strerror or error}.",
+            hint="Close what uses the model, check the permissions, and try again.",
+        ) from error
 
 
 def _empty(root: Path) -> None:

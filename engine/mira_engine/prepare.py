@@ -29,7 +29,7 @@ from .checkpoint.convert import checkpoint_revision, convert_experts, store_writ
 from .checkpoint.experts import CheckpointExperts, find_expert_modules, meta_model
 from .checkpoint.files import LOCK_FILE
 from .checkpoint.formats import make_format
-from .checkpoint.hub import USUAL_PATIENCE, Patience
+from .checkpoint.hub import USUAL_PATIENCE, Patience, is_complete
 from .checkpoint.preflight import SPARE_BYTES
 from .checkpoint.progress import OnProgress, Progress
 from .checkpoint.store import StoreManifest
@@ -94,7 +94,7 @@ def prepare(
             _make_builtin(home, precision, progress)
             _convert(home, CheckpointExperts(home.checkpoint_dir), precision, progress)
         return
-    if not (home.checkpoint_dir / "config.json").exists() and home.is_ready(precision):
+    if home.is_ready(precision) and _is_checkpoint_gone(home):
         return
     if home.is_hub:
         home = _bring(home, precision, progress, patience)
@@ -110,7 +110,10 @@ def _bring(
 ) -> ModelHome:
     """Downloads a hub model where it is not here yet; refuses before the first weight."""
     found = hub_home.find(home, progress, patience)
-    if not found.is_complete:
+    if found.is_complete:
+        with locked(home):
+            hub_home.note(home, found)
+    else:
         figures = hub_home.figures(found, progress, patience)
         if figures.problem is not None:
             raise figures.problem
@@ -122,6 +125,13 @@ def _bring(
         with locked(home):
             hub_home.bring(home, found, progress, patience, made_bytes=made_bytes + SPARE_BYTES)
     return replace(home, checkpoint_dir=found.folder)
+
+
+def _is_checkpoint_gone(home: ModelHome) -> bool:
+    """Whether a ready model has only what was made of its checkpoint."""
+    if home.is_hub:
+        return not is_complete(home.checkpoint_dir)
+    return not (home.checkpoint_dir / "config.json").exists()
 
 
 def _open_checkpoint(home: ModelHome) -> CheckpointExperts:

@@ -5,6 +5,7 @@ second one finishes with the same bytes as a run without faults.
 """
 
 import hashlib
+import io
 import json
 import os
 import random
@@ -20,6 +21,7 @@ import huggingface_hub
 import pytest
 import tiny_models
 from huggingface_hub import constants
+from mira_engine import wire
 from mira_engine.checkpoint import hub, hub_download, writing
 from mira_engine.checkpoint.hub import Patience
 from mira_engine.checkpoint.preflight import SPARE_BYTES
@@ -34,11 +36,21 @@ from mira_engine.errors import (
     UnknownModelError,
     UnsupportedModelError,
 )
-from mira_engine.events import DescribeModel, PlanModel
+from mira_engine.events import (
+    DescribeModel,
+    ModelDescribed,
+    Notice,
+    PlanMade,
+    PlanModel,
+    PrepareDone,
+    PrepareModel,
+    RequestFailed,
+)
 from mira_engine.library import SOURCE_FILE, ModelLibrary
 from mira_engine.planning import plan_model
 from mira_engine.prepare import prepare
 from mira_engine.types import Precision
+from mira_engine.worker import EventWriter, Worker
 
 CHILD = Path(__file__).parent / "hub_child.py"
 REPO = "owner/tiny"
@@ -196,6 +208,50 @@ def test_remove_and_prepare_again_starts_from_nothing(library, server, published
     check_finished(library, published, whole)
 
 
+def test_drop_download_leaves_a_ready_model_and_another_precision_downloads_again(
+    library, server, published, whole
+):
+    assert library.drop_download(REPO) == 0
+    make(library)
+    weights = sum((published / name).stat().st_size for name in NEEDED)
+    assert library.drop_download(REPO) == weights
+    assert library.resolve(REPO).is_ready(Precision.NESTED)
+    before = len(server.requests)
+    make(library)
+    assert len(server.requests) == before
+    assert describe(library.resolve(REPO), DescribeModel(request_id="r", model=REPO)).num_experts
+    assert len(server.requests) == before
+    prepare(library.resolve(REPO), Precision.INT4, on_progress=ignore, patience=SHORT)
+    assert len(server.bodies(SHARD)) == 2
+
+
+def test_worker_describes_plans_and_prepares_a_hub_model(library, tmp_path, monkeypatch):
+    (tmp_path / REPO).mkdir(parents=True)
+    (tmp_path / REPO / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    stream = io.StringIO()
+    worker = Worker(library, EventWriter(stream))
+    requests = (
+        PlanModel(request_id="plan", model=REPO),
+        DescribeModel(request_id="describe", model=REPO),
+        DescribeModel(request_id="none", model="owner/none"),
+        PrepareModel(request_id="prepare", model=REPO),
+    )
+    lines = "".join(wire.encode(request) + "\n" for request in requests)
+    worker.read_requests(io.StringIO(lines))
+    worker._cancelled_ids.clear()
+    worker.run()
+    told = [wire.decode(line) for line in stream.getvalue().splitlines()]
+    described = next(event for event in told if isinstance(event, ModelDescribed))
+    assert described.num_experts == 8
+    assert f"./{REPO}" in described.notes[0]
+    assert any(isinstance(event, PlanMade) for event in told)
+    (failed,) = (event for event in told if isinstance(event, RequestFailed))
+    assert (failed.request_id, failed.code) == ("none", "UnknownModelError")
+    assert any(isinstance(event, Notice) and f"./{REPO}" in event.text for event in told)
+    assert isinstance(told[-1], PrepareDone)
+
+
 def test_single_file_model_is_fetched_and_described_by_its_header(
     library, server, tmp_path, monkeypatch
 ):
@@ -329,6 +385,7 @@ def test_offline_mode_is_told_and_a_complete_cache_will_do(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     make(library)
     assert hashes(library.resolve(REPO)) == whole
+    assert [home.name for home in library.installed()] == [REPO]
 
 
 @pytest.mark.parametrize(
@@ -539,11 +596,20 @@ def test_killed_at_ten_moments_and_run_again_ends_with_the_same_bytes(
     moments = random.Random(6)
     shards = sorted(name for name in NEEDED if name.startswith("model-"))
     num_converted = 16
-    data_dir = tmp_path / "data"
+    data_dir, repo_dir = tmp_path / "data", hub.cached_repo_dir(REPO)
     for _ in range(5):
         server.stalled.clear()
-        shard = moments.choice(shards)
-        server.faults[shard] = [hub_server.stall(moments.random())]
+        missing = [
+            name
+            for name in shards
+            if not (
+                repo_dir / "blobs" / hub_server.etag_of((published / name).read_bytes())
+            ).exists()
+        ]
+        passes = moments.choice(missing)
+        for name in missing:
+            if name != passes:
+                server.faults[name] = [hub_server.stall(moments.random())]
         pid = start(child, data_dir)
         assert server.stalled.wait(60)
         kill(child, pid)
@@ -551,10 +617,8 @@ def test_killed_at_ten_moments_and_run_again_ends_with_the_same_bytes(
         server.released = threading.Event()
         server.faults.clear()
         assert not library.resolve(REPO).ready_precisions
-        for path in hub.cached_repo_dir(REPO).glob("snapshots/*/model-*"):
+        for path in repo_dir.glob("snapshots/*/model-*"):
             assert path.read_bytes() == (published / path.name).read_bytes()
-        shards = [name for name in shards
-                  if not any(hub.cached_repo_dir(REPO).glob(f"snapshots/*/{name}"))]  # fmt: skip
     for _ in range(5):
         pid = start(child, data_dir, moments.randrange(num_converted))
         assert child.stdout.readline() == "stopped\n"
@@ -586,7 +650,7 @@ def test_describe_fetches_no_weight_and_tells_what_prepare_then_takes(library, s
     )
     assert sizes[Precision.NESTED].prepared_bytes == pytest.approx(prepared, rel=0.02)
     peak = sizes[Precision.NESTED].peak_bytes - SPARE_BYTES
-    assert peak == pytest.approx(library.disk_bytes(REPO), rel=0.04)
+    assert peak == pytest.approx(library.disk_bytes(REPO), rel=0.02)
     again = describe(home, DescribeModel(request_id="r", model=REPO))
     assert (again.num_parameters, again.sizes) == (made.num_parameters, made.sizes)
 

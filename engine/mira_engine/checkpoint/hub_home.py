@@ -120,7 +120,7 @@ def folder_figures(folder: Path) -> Preflight:
 
 
 def note(home: ModelHome, found: HubCheckpoint) -> None:
-    """Writes down where a model that was looked at is, so that its home finds it.
+    """Writes down where a model that was found is, so that its home finds it again.
 
     What an earlier download wrote down of the same commit is kept.
 
@@ -128,7 +128,10 @@ def note(home: ModelHome, found: HubCheckpoint) -> None:
         PrepareError: The file cannot be written.
     """
     source = read_source(home.root)
-    if found.revision is not None and source.get("commit") != found.revision.commit:
+    if found.is_complete:
+        if source.get("is_complete") is not True or source.get("snapshot") != str(found.folder):
+            _write(home, found, source, is_started=True, is_complete=True)
+    elif source.get("commit") != _commit(found):
         _write(home, found, source, is_started=False)
 
 
@@ -186,13 +189,17 @@ def doubt(home: ModelHome) -> bool:
 def _write(
     home: ModelHome, found: HubCheckpoint, source: dict[str, object], **states: bool
 ) -> None:
-    assert found.revision is not None
     fields = {
         "repo": home.repo_id,
         "revision": home.revision,
-        "commit": found.revision.commit,
+        "commit": _commit(found),
         "snapshot": str(found.folder),
         "license": found.license,
         "is_ours": source.get("is_ours") is True,
     }
     write_json(home.root / SOURCE_FILE, fields | states)
+
+
+def _commit(found: HubCheckpoint) -> str:
+    """A snapshot's folder is called after its commit."""
+    return found.revision.commit if found.revision is not None else found.folder.name
