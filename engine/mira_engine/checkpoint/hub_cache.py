@@ -7,6 +7,7 @@ Knows the cache's layout as the client documents it: `blobs/<hash>`,
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 from pathlib import Path
 
@@ -42,6 +43,23 @@ def drop_revision(snapshot: Path) -> int:
     if not any((repo / "snapshots").glob("*/*")):
         shutil.rmtree(repo, ignore_errors=True)
     return freed
+
+
+def link(blob: Path, pointer: Path) -> None:
+    """Gives a blob its name in the snapshot, as the client does; a copy where links fail."""
+    if pointer.exists() and pointer.samefile(blob):
+        return
+    pointer.parent.mkdir(parents=True, exist_ok=True)
+    made = pointer.with_name(f"{pointer.name}.{os.getpid()}.link")
+    made.unlink(missing_ok=True)
+    try:
+        made.symlink_to(os.path.relpath(blob, pointer.parent))
+    except OSError:
+        try:
+            made.hardlink_to(blob)
+        except OSError:
+            shutil.copyfile(blob, made)
+    made.replace(pointer)
 
 
 def _own_blobs(snapshot: Path) -> list[Path]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import shutil
 import socket
 import threading
 import time
@@ -29,16 +28,9 @@ from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_st
 
 from ..config import format_bytes
 from ..errors import CheckpointError, HubBusyError
-from .hub import (
-    TRANSIENT_STATUS,
-    USUAL_PATIENCE,
-    HubFile,
-    HubRevision,
-    Patience,
-    plain_error,
-    retry_after_s,
-)
-from .hub_cache import PARTIAL_SUFFIX
+from .hub import USUAL_PATIENCE, HubFile, HubRevision, Patience
+from .hub_cache import PARTIAL_SUFFIX, link
+from .hub_errors import TRANSIENT_STATUS, plain_error, retry_after_s
 from .progress import Progress
 from .shards import INDEX_FILE
 from .writing import disk_errors, require_space, sync_folder
@@ -257,7 +249,7 @@ class _Transfer:
             if not blob.exists():
                 self._fill(file)
             with disk_errors(blob):
-                _link(blob, self._revision.snapshot_dir / file.name)
+                link(blob, self._revision.snapshot_dir / file.name)
 
     @contextlib.contextmanager
     def _locked(self, path: Path):
@@ -435,20 +427,3 @@ def _socket_of(response: object) -> socket.socket | None:
     stream = extensions.get("network_stream")
     found = stream.get_extra_info("socket") if stream is not None else None
     return found if isinstance(found, socket.socket) else None
-
-
-def _link(blob: Path, pointer: Path) -> None:
-    """Gives a blob its name in the snapshot, as the client does; a copy where links fail."""
-    if pointer.exists() and pointer.samefile(blob):
-        return
-    pointer.parent.mkdir(parents=True, exist_ok=True)
-    made = pointer.with_name(f"{pointer.name}.{os.getpid()}.link")
-    made.unlink(missing_ok=True)
-    try:
-        made.symlink_to(os.path.relpath(blob, pointer.parent))
-    except OSError:
-        try:
-            made.hardlink_to(blob)
-        except OSError:
-            shutil.copyfile(blob, made)
-    made.replace(pointer)
