@@ -449,6 +449,18 @@ def test_repository_that_lacks_files_is_refused_before_the_first_weight(
     assert not server.bodies(SHARD)
 
 
+def test_names_that_lead_out_of_the_snapshot_are_left_alone(library, server, tmp_path):
+    repo = server.repos[REPO]
+    names = ("additional_chat_templates/../../../../../../evil.jinja", "../../../../evil.json")
+    index = json.loads(repo.commits[-1][1]["model.safetensors.index.json"])
+    index["weight_map"]["lm_head.weight"] = names[1]
+    files = {"model.safetensors.index.json": json.dumps(index).encode()}
+    repo.push({**repo.commits[-1][1], **files, **dict.fromkeys(names, b"evil " * 9000)})
+    with pytest.raises(CheckpointError, match=r"lacks \.\./.*evil"):
+        make(library)
+    assert not list(tmp_path.rglob("evil*"))
+
+
 def test_index_damaged_is_refused(library, server):
     repo = server.repos[REPO]
     repo.push({**repo.commits[-1][1], "model.safetensors.index.json": b"{}"})

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TypeVar
 
 import huggingface_hub
@@ -198,6 +198,7 @@ def look_up(
             etag=sibling.lfs.sha256 if sibling.lfs else sibling.blob_id or "",
         )
         for sibling in info.siblings or ()
+        if _is_inside(sibling.rfilename)
     }
     card = info.card_data
     named = getattr(card, "license_name", None) or getattr(card, "license", None) or ""
@@ -336,6 +337,12 @@ def _ask_once(question: Callable[[], Answer], progress: Progress) -> Answer:
     if not answers:
         raise TimeoutError
     return answers[0]
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a file of that name lies in the snapshot; others are treated as absent."""
+    parts = [kind(name) for kind in (PurePosixPath, PureWindowsPath)]
+    return not any(path.is_absolute() or path.drive or ".." in path.parts for path in parts)
 
 
 def _is_small(name: str) -> bool:
