@@ -16,6 +16,7 @@ from mira_engine.api import (
     Event,
     GenerationDone,
     MiraError,
+    ModelDescribed,
     ModelLoaded,
     PlanMade,
     PrepareDone,
@@ -29,7 +30,14 @@ from mira_engine.api import (
     error_from_fields,
 )
 
-FINAL_EVENTS = (PrepareDone, ProfileDone, ModelLoaded, GenerationDone, PlanMade)
+FINAL_EVENTS = (
+    PrepareDone,
+    ProfileDone,
+    ModelLoaded,
+    GenerationDone,
+    PlanMade,
+    ModelDescribed,
+)
 _SAMPLES = (PrepareProgress, ProfileProgress, PromptProgress, StatsSample)
 _MAX_JOINED_CHARS = 2048
 

@@ -9,7 +9,11 @@
     │   └── FormatError            an expert format cannot hold this model's experts
     ├── PrepareError               download or conversion stopped
     │   ├── DiskSpaceError         not enough room on the disk
-    │   └── IndexUnreachableError  the package index or the hub does not answer
+    │   ├── IndexUnreachableError  the package index does not answer
+    │   └── HubError               the hub and its files
+    │       ├── HubUnreachableError  no network, no hub there, or offline mode
+    │       ├── HubAccessError     no token, licence not accepted, or access refused
+    │       └── HubBusyError       too many requests, or the hub is out of order: later again
     ├── StoreError                 an expert store is unfinished or damaged
     ├── BudgetError                the memory given is below what is needed
     ├── GenerationError            a reply could not go on
@@ -92,7 +96,23 @@ class DiskSpaceError(PrepareError):
 
 
 class IndexUnreachableError(PrepareError):
-    """The package index or the hub does not answer."""
+    """The package index does not answer."""
+
+
+class HubError(PrepareError):
+    """The hub and its files."""
+
+
+class HubUnreachableError(HubError):
+    """No network, no hub there, or offline mode."""
+
+
+class HubAccessError(HubError):
+    """No token, a licence that is not accepted, or access refused."""
+
+
+class HubBusyError(HubError):
+    """Too many requests, or the hub is out of order: later again."""
 
 
 class StoreError(MiraError):

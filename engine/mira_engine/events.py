@@ -14,6 +14,7 @@ from .types import (
     CacheMode,
     DraftDense,
     DraftExperts,
+    ExpertShape,
     FinishReason,
     Precision,
     ReplyPart,
@@ -348,8 +349,28 @@ class PlanModel:
     is_compact_allowed: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DescribeModel:
+    """Say what a model is and how much room it takes, before any of its weights is fetched.
+
+    Attributes:
+        model: As in `PrepareModel`: `builtin`, a folder, `owner/name` or `owner/name@revision`.
+    """
+
+    request_id: str
+    model: str
+
+
 Request = (
-    PrepareModel | LoadModel | ProfileModel | Generate | Reconfigure | Cancel | Shutdown | PlanModel
+    PrepareModel
+    | LoadModel
+    | ProfileModel
+    | Generate
+    | Reconfigure
+    | Cancel
+    | Shutdown
+    | PlanModel
+    | DescribeModel
 )
 
 # -- events: engine -> app ------------------------------------------------------------------
@@ -560,6 +581,68 @@ class RequestFailed:
     hint: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedSize:
+    """What running a model in one precision takes on the disk, in bytes.
+
+    Attributes:
+        precision: Of the target.
+        prepared_bytes: Backbone and every store that is needed.
+        draft_bytes: The draft experts among them.
+        peak_bytes: The most that download and preparation hold, all files kept.
+        peak_deleting_bytes: The most if each weight file went as soon as it was converted,
+            `None` where it is not known which file holds what.
+    """
+
+    precision: Precision
+    prepared_bytes: int
+    draft_bytes: int
+    peak_bytes: int
+    peak_deleting_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelDescribed:
+    """What a model is, from its configuration and the names of its tensors.
+
+    Attributes:
+        family: transformers' `model_type`, empty where it is not known.
+        revision: Commit of a hub model, else an empty string.
+        license: As the hub tells it, or an empty string.
+        num_parameters: All of them; 0 where the model cannot be described.
+        num_active_parameters: Those that one token uses.
+        num_layers: MoE layers.
+        num_experts: Routed experts in each.
+        top_k: Experts that a token uses in each.
+        expert_shape: Dimensions of every expert, `None` where they are not known.
+        download_bytes: Of the weights and all other files that are needed.
+        cached_bytes: What of them is here already.
+        sizes: For each precision that can hold the experts.
+        notes: What else a person should know.
+        refusal: Why the engine cannot run it, empty where it can.
+        hint: What to do about that.
+    """
+
+    request_id: str
+    model: str
+    title: str
+    family: str = ""
+    revision: str = ""
+    license: str = ""
+    num_parameters: int = 0
+    num_active_parameters: int = 0
+    num_layers: int = 0
+    num_experts: int = 0
+    top_k: int = 0
+    expert_shape: ExpertShape | None = None
+    download_bytes: int = 0
+    cached_bytes: int = 0
+    sizes: tuple[PreparedSize, ...] = ()
+    notes: tuple[str, ...] = ()
+    refusal: str = ""
+    hint: str = ""
+
+
 Event = (
     EngineReady
     | Heartbeat
@@ -577,4 +660,5 @@ Event = (
     | GenerationDone
     | RequestFailed
     | PlanMade
+    | ModelDescribed
 )

@@ -1,24 +1,33 @@
 """Where models live on the disk, and which of them are ready.
 
 Torch-free, so the app may look without loading the engine. Looks at names and markers
-only; whether a checkpoint can be run is decided by `prepare`.
+only; whether a checkpoint can be run is decided by `prepare`. Asks no network: what is
+known of a hub model is what `checkpoint.hub_home` wrote down.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import re
+import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from .checkpoint.files import BACKBONE_MARKER, MANIFEST_FILE
-from .errors import UnknownModelError
+import filelock
+
+from .checkpoint.files import BACKBONE_MARKER, LOCK_FILE, MANIFEST_FILE
+from .errors import PrepareError, UnknownModelError
 from .types import Precision
 
 BUILTIN = "builtin"
 BUILTIN_TITLE = "SmolLM2 135M, upcycled to 16 experts (built-in)"
 SOURCE_FILE = "source.json"
-"""In the home of a folder model: where the checkpoint is."""
+"""In the home of a folder model or a hub model: where the checkpoint is."""
+
+_REPO = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?", re.ASCII)
 
 _NEEDED = {
     Precision.NESTED: (Precision.NESTED,),
@@ -34,11 +43,16 @@ class ModelHome:
     """One model's places on the disk.
 
     Attributes:
-        name: What `ModelLibrary.resolve` takes: `builtin`, or the checkpoint's folder.
+        name: What `ModelLibrary.resolve` takes: `builtin`, the checkpoint's folder, or
+            `owner/name[@revision]` of the hub.
         title: For people.
         root: Everything that is made for the model.
-        checkpoint_dir: The full weights; for a folder model the user's own folder.
+        checkpoint_dir: The full weights; for a folder model the user's own folder, for a hub
+            model its snapshot in the hub's cache.
         is_builtin: Whether the engine makes the checkpoint itself.
+        repo_id: `owner/name` of a hub model, else an empty string.
+        revision: Branch, tag or commit that was asked for; `None` is the main one.
+        note: What a person should know about the name, or an empty string.
     """
 
     name: str
@@ -46,6 +60,14 @@ class ModelHome:
     root: Path
     checkpoint_dir: Path
     is_builtin: bool = False
+    repo_id: str = ""
+    revision: str | None = None
+    note: str = ""
+
+    @property
+    def is_hub(self) -> bool:
+        """Whether the model is of the hub."""
+        return bool(self.repo_id)
 
     @property
     def backbone_dir(self) -> Path:
@@ -100,11 +122,15 @@ class ModelLibrary:
         """Finds a model by name.
 
         Args:
-            model: `builtin`, or the path of a folder with a checkpoint. A prepared folder
-                model is found even when its checkpoint is gone.
+            model: `builtin`, the path of a folder with a checkpoint, or `owner/name` or
+                `owner/name@revision` of the hub. A prepared folder model is found even when
+                its checkpoint is gone. Where `owner/name` is a folder here as well the hub's
+                is meant, and the home's `note` says so; a path that begins with `./` or `/`
+                is always a folder.
 
         Raises:
-            UnknownModelError: It is neither.
+            UnknownModelError: It is none of these. Whether the hub has the repository is
+                found out when it is described or prepared.
         """
         if model == BUILTIN:
             root = self.models_dir / BUILTIN
@@ -116,7 +142,11 @@ class ModelLibrary:
                 is_builtin=True,
             )
         if not model.strip():
-            raise UnknownModelError("No model was named.", hint="Give builtin or a model's folder.")
+            raise UnknownModelError(
+                "No model was named.", hint="Give builtin, a model's folder, or owner/name."
+            )
+        if (match := _REPO.fullmatch(model)) and not model.startswith("."):
+            return self._hub_home(match["repo"], match["revision"])
         folder = Path(model).expanduser().resolve()
         home = self._folder_home(folder)
         if (folder / "config.json").is_file() or home.ready_precisions:
@@ -137,8 +167,27 @@ class ModelLibrary:
             )
         raise UnknownModelError(
             f"There is no model {model!r}.",
-            hint="Downloading from the hub is not there yet: give builtin, or the folder of a "
-            "checkpoint that you have downloaded.",
+            hint="Give builtin, the folder of a checkpoint, or owner/name of a repository on "
+            "the hub.",
+        )
+
+    def _hub_home(self, repo_id: str, revision: str | None) -> ModelHome:
+        folder, note = repo_id.replace("/", "--"), ""
+        if revision is not None:
+            folder += f"--{hashlib.sha256(revision.encode()).hexdigest()[:8]}"
+        root = self.models_dir / folder
+        with contextlib.suppress(OSError):
+            if (Path(repo_id) / "config.json").is_file():
+                note = f"{repo_id} is also a folder here; write ./{repo_id} for that one."
+        snapshot = read_source(root).get("snapshot")
+        return ModelHome(
+            name=repo_id if revision is None else f"{repo_id}@{revision}",
+            title=repo_id.partition("/")[2],
+            root=root,
+            checkpoint_dir=Path(snapshot) if isinstance(snapshot, str) else root / "download",
+            repo_id=repo_id,
+            revision=revision,
+            note=note,
         )
 
     def _folder_home(self, folder: Path) -> ModelHome:
@@ -152,13 +201,135 @@ class ModelLibrary:
 
     def installed(self) -> list[ModelHome]:
         """Returns the models that can be loaded in some precision, the built-in one first."""
+        return [home for home in self.homes() if home.ready_precisions]
+
+    def homes(self) -> list[ModelHome]:
+        """Returns every model that something was made for, and the built-in one."""
         homes = [self.resolve(BUILTIN)]
-        for source in sorted(self.models_dir.glob(f"*/{SOURCE_FILE}")):
-            try:
-                folder = Path(json.loads(source.read_text(encoding="utf-8"))["folder"])
-            except (OSError, ValueError, KeyError, TypeError):
+        for path in sorted(self.models_dir.glob(f"*/{SOURCE_FILE}")):
+            source = read_source(path.parent)
+            repo, folder, revision = (source.get(key) for key in ("repo", "folder", "revision"))
+            if isinstance(repo, str) and _REPO.fullmatch(repo):
+                home = self._hub_home(repo, revision if isinstance(revision, str) else None)
+            elif isinstance(folder, str):
+                home = self._folder_home(Path(folder))
+            else:
                 continue  # A home that another program or a fault wrote: not a model of ours.
-            home = self._folder_home(folder)
-            if home.root == source.parent:
+            if home.root == path.parent:
                 homes.append(home)
-        return [home for home in homes if home.ready_precisions]
+        return homes
+
+    def disk_bytes(self, name: str) -> int:
+        """Returns the bytes that `remove` would free.
+
+        Raises:
+            UnknownModelError: There is no such model.
+        """
+        home = self.resolve(name)
+        return _bytes_below(home.root) + self._cached_bytes(home)
+
+    def drop_download(self, name: str) -> int:
+        """Deletes the downloaded weights of a hub model that is ready without them.
+
+        Another precision then takes another download.
+
+        Returns:
+            The bytes freed: 0 where there is nothing that was downloaded here, or no
+            precision is ready.
+
+        Raises:
+            UnknownModelError: There is no such model.
+            PrepareError: It is being prepared, or files cannot be deleted.
+        """
+        home = self.resolve(name)
+        if not home.ready_precisions:
+            return 0
+        with _held(home):
+            return self._drop_cached(home)
+
+    def remove(self, name: str) -> int:
+        """Deletes all that was made for a model: backbone, stores, predictors, its download.
+
+        What stands in the hub's cache goes only if it was downloaded here, and only files
+        that no other revision uses. A folder model's own checkpoint is never touched.
+
+        Returns:
+            The bytes freed.
+
+        Raises:
+            UnknownModelError: There is no such model.
+            PrepareError: It is being prepared, or files cannot be deleted.
+        """
+        home = self.resolve(name)
+        if not home.root.exists():
+            return 0
+        with _held(home):
+            freed = _bytes_below(home.root) + self._drop_cached(home)
+            _empty(home.root)
+        shutil.rmtree(home.root, ignore_errors=True)
+        return freed
+
+    def _cached_bytes(self, home: ModelHome) -> int:
+        if not _owns_download(home):
+            return 0
+        from .checkpoint import hub_cache
+
+        return hub_cache.revision_bytes(home.checkpoint_dir)
+
+    def _drop_cached(self, home: ModelHome) -> int:
+        if not _owns_download(home):
+            return 0
+        from .checkpoint import hub_cache
+
+        others = {
+            other.checkpoint_dir
+            for other in self.homes()
+            if other.is_hub and other.root != home.root
+        }
+        if home.checkpoint_dir in others:
+            return 0
+        return hub_cache.drop_revision(home.checkpoint_dir)
+
+
+def read_source(root: Path) -> dict[str, object]:
+    """Reads what a home says of its checkpoint; empty where it says nothing readable."""
+    try:
+        found = json.loads((root / SOURCE_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+@contextlib.contextmanager
+def _held(home: ModelHome) -> Iterator[None]:
+    """Holds a home's lock while files are deleted, and says what hinders that."""
+    try:
+        with filelock.FileLock(home.root / LOCK_FILE, timeout=0):
+            yield
+    except filelock.Timeout as error:
+        raise PrepareError(
+            f"{home.title} is being prepared.", hint="Stop that first, then try again."
+        ) from error
+    except OSError as error:
+        raise PrepareError(
+            f"{home.root} could not be deleted: {error.strerror or error}.",
+            hint="Close what uses the model, check the permissions, and try again.",
+        ) from error
+
+
+def _empty(root: Path) -> None:
+    """Deletes a home's folders, markers first, so that no half of a model looks ready."""
+    for marker in (BACKBONE_MARKER, MANIFEST_FILE):
+        for path in sorted(root.rglob(marker)):
+            path.unlink()
+    for path in sorted(root.iterdir()):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+
+
+def _owns_download(home: ModelHome) -> bool:
+    return home.is_hub and read_source(home.root).get("is_ours") is True
+
+
+def _bytes_below(folder: Path) -> int:
+    return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())

@@ -11,12 +11,13 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import filelock
 from transformers import PreTrainedConfig
 
-from .checkpoint import builtin, fetch
+from .checkpoint import builtin, fetch, hub_home
 from .checkpoint.architecture import load_config
 from .checkpoint.backbone import (
     backbone_bytes,
@@ -26,17 +27,17 @@ from .checkpoint.backbone import (
 )
 from .checkpoint.convert import checkpoint_revision, convert_experts, store_writer
 from .checkpoint.experts import CheckpointExperts, find_expert_modules, meta_model
+from .checkpoint.files import LOCK_FILE
 from .checkpoint.formats import make_format
+from .checkpoint.hub import USUAL_PATIENCE, Patience, is_complete
+from .checkpoint.preflight import SPARE_BYTES
 from .checkpoint.progress import OnProgress, Progress
 from .checkpoint.store import StoreManifest
 from .checkpoint.writing import disk_errors, require_space, write_json
-from .errors import PrepareError
+from .errors import CheckpointError, PrepareError
 from .library import SOURCE_FILE, ModelHome
 from .model.chat import check_chat_files
 from .types import Precision
-
-SPARE_BYTES = 16 << 20
-"""Room kept beyond the files themselves: headers, manifests, the file system's own."""
 
 _BUILTIN_BACKBONE_BYTES = 221_000_000
 
@@ -44,12 +45,14 @@ _BUILTIN_BACKBONE_BYTES = 221_000_000
 def preflight(home: ModelHome) -> None:
     """Refuses a folder model that could not be chatted with, before a weight is touched.
 
+    A hub model is refused by `prepare`, once its configuration is here.
+
     Raises:
         UnsupportedModelError: Its family is not supported, or it has no chat template.
         CheckpointError: Its configuration or tokenizer is missing or damaged.
     """
     folder = home.checkpoint_dir
-    if home.is_builtin or not (folder / "config.json").is_file():
+    if home.is_builtin or home.is_hub or not (folder / "config.json").is_file():
         return
     find_expert_modules(meta_model(load_config(folder)))
     check_chat_files(folder)
@@ -61,6 +64,7 @@ def prepare(
     *,
     on_progress: OnProgress,
     is_cancelled: Callable[[], bool] = lambda: False,
+    patience: Patience = USUAL_PATIENCE,
 ) -> None:
     """Brings a model to where it can be loaded in `precision`; goes on where a run stopped.
 
@@ -74,11 +78,13 @@ def prepare(
         precision: Format of the target; a draft's store is made beside it where needed.
         on_progress: Called with step, done, total, unit, detail, in this thread.
         is_cancelled: Asked between experts, tensors and pieces of files.
+        patience: How long a download bears with a hub that fails.
 
     Raises:
         ModelError: The model cannot be run, or its checkpoint is damaged.
         DiskSpaceError: There is not enough room; says the bytes, and what is kept.
         IndexUnreachableError: The built-in model's file could not be fetched.
+        HubError: A hub model could not be downloaded; says why, and what to do.
         PrepareError: Another process prepares this model, or a file cannot be written.
         CancelledError: Somebody asked to stop.
     """
@@ -88,13 +94,55 @@ def prepare(
             _make_builtin(home, precision, progress)
             _convert(home, CheckpointExperts(home.checkpoint_dir), precision, progress)
         return
-    if not (home.checkpoint_dir / "config.json").exists() and home.is_ready(precision):
+    if home.is_ready(precision) and _is_checkpoint_gone(home):
         return
-    checkpoint = CheckpointExperts(home.checkpoint_dir)
+    if home.is_hub:
+        home = _bring(home, precision, progress, patience)
+    checkpoint = _open_checkpoint(home)
     for needed in home.needed_precisions(precision):
         make_format(needed, checkpoint.shape)  # Refuses before anything is written.
     with locked(home):
         _convert(home, checkpoint, precision, progress)
+
+
+def _bring(
+    home: ModelHome, precision: Precision, progress: Progress, patience: Patience
+) -> ModelHome:
+    """Downloads a hub model where it is not here yet; refuses before the first weight."""
+    found = hub_home.find(home, progress, patience)
+    if found.is_complete:
+        with locked(home):
+            hub_home.note(home, found)
+    else:
+        figures = hub_home.figures(found, progress, patience)
+        if figures.problem is not None:
+            raise figures.problem
+        stores = home.needed_precisions(precision)
+        for needed in stores:
+            make_format(needed, figures.modules[0].shape)
+        check_chat_files(found.folder)
+        made_bytes = figures.backbone_bytes + sum(figures.store_bytes(each) for each in stores)
+        with locked(home):
+            hub_home.bring(home, found, progress, patience, made_bytes=made_bytes + SPARE_BYTES)
+    return replace(home, checkpoint_dir=found.folder)
+
+
+def _is_checkpoint_gone(home: ModelHome) -> bool:
+    """Whether a ready model has only what was made of its checkpoint."""
+    if home.is_hub:
+        return not is_complete(home.checkpoint_dir)
+    return not (home.checkpoint_dir / "config.json").exists()
+
+
+def _open_checkpoint(home: ModelHome) -> CheckpointExperts:
+    try:
+        return CheckpointExperts(home.checkpoint_dir)
+    except CheckpointError as error:
+        if home.is_hub and hub_home.doubt(home):
+            raise CheckpointError(
+                error.message, hint="Run it again: what is damaged is downloaded anew."
+            ) from error
+        raise
 
 
 def _make_builtin(home: ModelHome, precision: Precision, progress: Progress) -> None:
@@ -135,7 +183,7 @@ def _convert(
         missing += backbone_bytes(checkpoint)
     if missing:
         require_space(home.root, missing + SPARE_BYTES, f"Preparing {home.title}")
-    if not home.is_builtin:
+    if not (home.is_builtin or home.is_hub):
         write_json(home.root / SOURCE_FILE, {"folder": str(home.checkpoint_dir)})
     write_backbone(checkpoint, home.backbone_dir, revision=backbone, progress=progress)
     for each, writer in writers.items():
@@ -170,7 +218,7 @@ def locked(home: ModelHome) -> Iterator[None]:
     """
     with disk_errors(home.root):
         home.root.mkdir(parents=True, exist_ok=True)
-    lock = filelock.FileLock(home.root / ".lock", timeout=0)
+    lock = filelock.FileLock(home.root / LOCK_FILE, timeout=0)
     try:
         lock.acquire()
     except filelock.Timeout as error:

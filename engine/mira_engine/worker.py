@@ -28,6 +28,7 @@ from .errors import CancelledError, MiraError
 from .events import (
     PROTOCOL_VERSION,
     Cancel,
+    DescribeModel,
     EngineReady,
     Event,
     Generate,
@@ -59,7 +60,7 @@ if TYPE_CHECKING:
 _HEARTBEAT_S = 1.0
 _PROGRESS_INTERVAL_S = 0.2
 
-_Job = PrepareModel | LoadModel | ProfileModel | Generate | Reconfigure | PlanModel
+_Job = PrepareModel | LoadModel | ProfileModel | Generate | Reconfigure | PlanModel | DescribeModel
 
 
 class EventWriter:
@@ -165,6 +166,8 @@ class Worker:
                 self._load(job)
             elif isinstance(job, PlanModel):
                 self._plan(job)
+            elif isinstance(job, DescribeModel):
+                self._describe(job)
             elif isinstance(job, ProfileModel):
                 self._profile(job)
             elif isinstance(job, Reconfigure):
@@ -198,6 +201,8 @@ class Worker:
         home = self._library.resolve(job.model)
         prompts = read_prompts(Path(job.calibration)) if job.calibration else None
         preflight(home)
+        if home.note:
+            self._writer.send(Notice(code="name", text=home.note))
         last_sent = 0.0
         last_step = ""
 
@@ -319,10 +324,22 @@ class Worker:
             job.request_id, is_cache_kept=is_kept, seconds=time.perf_counter() - started
         )
 
-    def _plan(self, job: PlanModel) -> None:
-        from .planning import plan_model
+    def _describe(self, job: DescribeModel) -> None:
+        from .describe import describe
 
         home = self._library.resolve(job.model)
+        self._writer.send(
+            describe(home, job, is_cancelled=lambda: self._is_cancelled(job.request_id))
+        )
+
+    def _plan(self, job: PlanModel) -> None:
+        from .describe import locate
+        from .planning import plan_model
+
+        home = locate(
+            self._library.resolve(job.model),
+            is_cancelled=lambda: self._is_cancelled(job.request_id),
+        )
         self._writer.send(
             plan_model(home, job, data_dir=self._library.data_dir, cache_dir=self._cache_dir)
         )

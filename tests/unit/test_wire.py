@@ -21,6 +21,7 @@ from mira_engine.types import (
     ComputeDtype,
     DraftDense,
     Eviction,
+    ExpertShape,
     FinishReason,
     Precision,
     Strategy,
@@ -37,6 +38,37 @@ MACHINE = MachineRates(
     name="m", device_memory_bytes=2**33, device_bytes_per_s=1e10, link_bytes_per_s=2.5e9
 )
 MESSAGES = [
+    events.DescribeModel(request_id="r", model="owner/name@main"),
+    events.ModelDescribed(request_id="r", model="m", title="t", refusal="no", hint="h"),
+    events.ModelDescribed(
+        request_id="r",
+        model="m",
+        title="t",
+        family="f",
+        revision="c",
+        license="mit",
+        num_parameters=1,
+        num_active_parameters=2,
+        num_layers=3,
+        num_experts=4,
+        top_k=5,
+        expert_shape=ExpertShape(hidden_size=64, intermediate_size=32, has_bias=True),
+        download_bytes=6,
+        cached_bytes=7,
+        sizes=(
+            events.PreparedSize(
+                precision=Precision.INT8, prepared_bytes=1, draft_bytes=2, peak_bytes=3
+            ),
+            events.PreparedSize(
+                precision=Precision.NESTED,
+                prepared_bytes=1,
+                draft_bytes=2,
+                peak_bytes=3,
+                peak_deleting_bytes=4,
+            ),
+        ),
+        notes=("a",),
+    ),
     events.PlanModel(
         request_id="r",
         model="m",

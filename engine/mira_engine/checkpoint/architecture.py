@@ -19,11 +19,16 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from ..errors import CheckpointError, UnknownModelError, UnsupportedModelError
 
 
-def load_config(folder: Path) -> PreTrainedConfig:
+def load_config(folder: Path, *, is_quantised_read: bool = False) -> PreTrainedConfig:
     """Reads a checkpoint's configuration and refuses what the engine cannot run.
 
     No weight file is opened. Repositories that ship code beside a family which
     transformers has itself are read with transformers' own classes.
+
+    Args:
+        folder: Where `config.json` is.
+        is_quantised_read: Whether to read the configuration of quantised weights as well: for
+            sizes, not to run them.
 
     Raises:
         UnknownModelError: The folder has no `config.json`.
@@ -53,7 +58,7 @@ def load_config(folder: Path) -> PreTrainedConfig:
             f"The model family {family!r} is unknown to transformers {transformers.__version__}.",
             hint="Pick another model.",
         )
-    if quantisation:
+    if quantisation and not is_quantised_read:
         method = quantisation.get("quant_method", "unknown")
         raise UnsupportedModelError(
             f"This {family} checkpoint is already quantised ({method}); only float weights are "
@@ -86,6 +91,10 @@ def _native_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     for name in config.architectures or ():
         found = getattr(transformers, name, None)
         if isinstance(found, type) and issubclass(found, PreTrainedModel):
+            # A checkpoint cut down to its text part may still name the class of the whole.
+            whole = found.config_class
+            if isinstance(whole, type) and not isinstance(config, whole):
+                continue
             return found
     return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
 

@@ -21,7 +21,7 @@ from .writing import TensorFileWriter, disk_errors, partial_path, write_json
 
 BACKBONE_VERSION = 1
 
-_COPIED = (
+SMALL_FILES = (
     "config.json",
     "generation_config.json",
     "tokenizer*",
@@ -34,11 +34,12 @@ _COPIED = (
     "chat_template*",
     "additional_chat_templates/*.jinja",
 )
+"""Patterns of the files beside the weights that a model needs."""
 
 
 def small_files(folder: Path) -> list[Path]:
     """Returns the files beside the weights that a backbone keeps, sorted."""
-    found = {path for pattern in _COPIED for path in folder.glob(pattern) if path.is_file()}
+    found = {path for pattern in SMALL_FILES for path in folder.glob(pattern) if path.is_file()}
     return sorted(found)
 
 

@@ -10,7 +10,7 @@ test. Runs in any thread; holds no open file.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,6 +103,33 @@ def find_expert_modules(model: PreTrainedModel) -> tuple[ExpertModule, ...]:
             hint="Pick another model.",
         )
     return modules
+
+
+def expert_param_names(model: nn.Module) -> set[str]:
+    """Returns the names of all parameters of routed experts."""
+    return {
+        f"{name}.{param}"
+        for name, module in expert_modules_of(model)
+        for param, _ in module.named_parameters()
+    }
+
+
+def map_keys(model: PreTrainedModel, keys: Iterable[str]) -> Iterator[tuple[str, str, str | None]]:
+    """Leads every checkpoint key through transformers' mapping, as its loader does.
+
+    Yields:
+        The key, the parameter it goes to (which the model need not have), and the mapping's
+        pattern, or `None`; keys in natural order.
+    """
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    prefix, state = model.base_model_prefix, model.state_dict()
+    for key in sorted(keys, key=dot_natural_key):
+        target, pattern = rename_source_key(key, renamings, converters, prefix, state)
+        if target not in state and key in state:
+            target, pattern = rename_source_key(key, [], [], prefix, state)
+        yield key, target, pattern
 
 
 def _no_experts(config: PreTrainedConfig) -> UnsupportedModelError:
@@ -255,22 +282,15 @@ class CheckpointExperts:
         return value[0]
 
     def _map_keys(self) -> list[str]:
-        """Sorts every checkpoint key through transformers' mapping, as its loader does."""
+        """Sorts every checkpoint key into experts' sources and the backbone."""
         mapping = get_model_conversion_mapping(self._model)
         renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
         by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
-        prefix, state = self._model.base_model_prefix, self._model.state_dict()
-        expert_params = {
-            f"{module.name}.{param}"
-            for module in self.modules
-            for param in self._param_names(module)
-        }
+        state = self._model.state_dict()
+        expert_params = expert_param_names(self._model)
         backbone = set()
-        for key in sorted(self.shards, key=dot_natural_key):
-            target, pattern = rename_source_key(key, renamings, converters, prefix, state)
-            if target not in state and key in state:
-                target, pattern = rename_source_key(key, [], [], prefix, state)
+        for key, target, pattern in map_keys(self._model, self.shards):
             if target in expert_params:
                 converter = by_pattern[pattern] if pattern is not None else None
                 source = self._sources.setdefault(target, _Source(converter=converter, keys={}))

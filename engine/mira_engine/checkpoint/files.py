@@ -1,6 +1,8 @@
-"""Names of the files that say "this is whole". Torch-free, so that the app may look.
+"""Names of the files that say "this is whole", and of a home's lock.
 
-Each is written last and by rename: where one is missing, the work beside it is unfinished.
+Torch-free, so that the app may look.
+
+Each marker is written last and by rename: where one is missing, the work beside it is unfinished.
 """
 
 MANIFEST_FILE = "manifest.json"
@@ -11,3 +13,6 @@ BACKBONE_MARKER = "backbone.json"
 
 CHECKPOINT_MARKER = "checkpoint.json"
 """In the built-in checkpoint's folder."""
+
+LOCK_FILE = ".lock"
+"""In a model's home: held by the process that prepares it."""

@@ -53,7 +53,9 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(existing).free
 
 
-def require_space(path: Path, needed_bytes: int, what: str) -> None:
+def require_space(
+    path: Path, needed_bytes: int, what: str, *, elsewhere: str = "choose another data directory"
+) -> None:
     """Checks that a job's files will fit before it begins.
 
     Raises:
@@ -64,8 +66,7 @@ def require_space(path: Path, needed_bytes: int, what: str) -> None:
         raise DiskSpaceError(
             f"{what} needs {format_bytes(needed_bytes)} ({needed_bytes} bytes) at {path}, "
             f"{format_bytes(free)} ({free} bytes) are free.",
-            hint=f"Free {format_bytes(needed_bytes - free)} more, or choose another data "
-            "directory.",
+            hint=f"Free {format_bytes(needed_bytes - free)} more, or {elsewhere}.",
         )
 
 

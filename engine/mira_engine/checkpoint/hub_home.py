@@ -1,0 +1,205 @@
+"""A hub model's way from its name to a checkpoint folder, and what of it is written down.
+
+`source.json` in the model's home says which commit was taken, so that a download which
+was stopped goes on with the same files even when the branch has moved on meanwhile, and
+a model that is complete is found without a network.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import HubUnreachableError, UnknownModelError
+from ..library import SOURCE_FILE, ModelHome, read_source
+from . import hub
+from .hub import USUAL_PATIENCE, HubRevision, Patience
+from .hub_download import cached_bytes, download, fetch_small_files
+from .preflight import Preflight, examine
+from .progress import Progress
+from .shards import INDEX_FILE, SINGLE_FILE, CheckpointShards
+from .writing import require_space, write_json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubCheckpoint:
+    """Where a hub model's checkpoint is or will be.
+
+    Attributes:
+        folder: The snapshot; holds at least the small files.
+        revision: What the hub says of it, `None` where it was not asked.
+        is_complete: Whether the weights are there, checked.
+        license: As its card says, or an empty string.
+    """
+
+    folder: Path
+    revision: HubRevision | None
+    is_complete: bool
+    license: str = ""
+
+
+def find(home: ModelHome, progress: Progress, patience: Patience = USUAL_PATIENCE) -> HubCheckpoint:
+    """Finds a model's checkpoint: here if it is complete, else on the hub.
+
+    A download that was begun keeps its commit. Where the hub cannot be reached, a complete
+    snapshot in the client's cache will do.
+
+    Raises:
+        UnknownModelError: There is no such repository or revision.
+        HubError: The hub refuses, is out of order or cannot be reached.
+        CancelledError: Somebody asked to stop.
+    """
+    source = read_source(home.root)
+    license_name = str(source.get("license") or "")
+    if source.get("is_complete") is True and hub.is_complete(home.checkpoint_dir):
+        return HubCheckpoint(
+            folder=home.checkpoint_dir, revision=None, is_complete=True, license=license_name
+        )
+    pinned = str(source["commit"]) if source.get("is_started") is True else None
+    try:
+        revision = _look_up(home, pinned, progress, patience)
+        folder = fetch_small_files(revision, progress, patience)
+    except HubUnreachableError:
+        snapshot = hub.cached_snapshot(home.repo_id, pinned or home.revision)
+        if snapshot is None:
+            raise
+        return HubCheckpoint(folder=snapshot, revision=None, is_complete=True, license=license_name)
+    return HubCheckpoint(
+        folder=folder, revision=revision, is_complete=False, license=revision.license
+    )
+
+
+def _look_up(
+    home: ModelHome, pinned: str | None, progress: Progress, patience: Patience
+) -> HubRevision:
+    if pinned is not None:
+        try:
+            return hub.look_up(home.repo_id, pinned, progress, patience)
+        except UnknownModelError:
+            if home.revision == pinned:
+                raise
+            # The publisher has rewritten the branch; what it names now is taken.
+    return hub.look_up(home.repo_id, home.revision, progress, patience)
+
+
+def figures(
+    found: HubCheckpoint, progress: Progress, patience: Patience = USUAL_PATIENCE
+) -> Preflight:
+    """Works out a checkpoint's figures; asks the hub for the tensors' names of a single file.
+
+    Raises:
+        ModelError: The model cannot be described; says why.
+        HubError: The hub did not answer.
+        CancelledError: Somebody asked to stop.
+    """
+    if found.revision is None:
+        return folder_figures(found.folder)
+    files = found.revision.weight_files(found.folder / INDEX_FILE)
+    if found.revision.has_index:
+        keys = hub.weight_map(found.folder / INDEX_FILE)
+    else:
+        header = hub.read_remote_header(found.revision, SINGLE_FILE, progress, patience)
+        keys = dict.fromkeys(header, SINGLE_FILE)
+    return examine(
+        found.folder, keys=keys, shard_bytes={file.name: file.num_bytes for file in files}
+    )
+
+
+def folder_figures(folder: Path) -> Preflight:
+    """Works out the figures of a checkpoint that is here.
+
+    Raises:
+        ModelError: The model cannot be described; says why.
+    """
+    examine(folder)  # What the configuration rules out comes before damaged files.
+    shards = CheckpointShards(folder)
+    keys = {key: where.path.name for key, where in shards.items()}
+    sizes = {where.path.name: where.path.stat().st_size for where in shards.values()}
+    return examine(folder, keys=keys, shard_bytes=sizes)
+
+
+def note(home: ModelHome, found: HubCheckpoint) -> None:
+    """Writes down where a model that was found is, so that its home finds it again.
+
+    What an earlier download wrote down of the same commit is kept.
+
+    Raises:
+        PrepareError: The file cannot be written.
+    """
+    source = read_source(home.root)
+    if found.is_complete:
+        if source.get("is_complete") is not True or source.get("snapshot") != str(found.folder):
+            _write(home, found, source, is_started=True, is_complete=True)
+    elif source.get("commit") != _commit(found):
+        _write(home, found, source, is_started=False)
+
+
+def bring(
+    home: ModelHome,
+    found: HubCheckpoint,
+    progress: Progress,
+    patience: Patience,
+    *,
+    made_bytes: int,
+) -> None:
+    """Downloads a model's weights and writes down that they are here.
+
+    Args:
+        home: The model; its lock is held.
+        found: From `find`.
+        progress: Reports step `download` in bytes.
+        patience: When to give up.
+        made_bytes: What preparation writes afterwards; there must be room for it as well.
+
+    Raises:
+        ModelError: A file is absent, or comes with other contents twice.
+        HubError: The hub refuses, is out of order or cannot be reached.
+        DiskSpaceError: The disk is too small or full; what is there is kept.
+        CancelledError: Somebody asked to stop; what is there is kept.
+    """
+    revision = found.revision
+    assert revision is not None
+    source = read_source(home.root)
+    is_same = source.get("is_started") is True and source.get("commit") == revision.commit
+    if not is_same:
+        weights = revision.weight_files(found.folder / INDEX_FILE)
+        source = source | {"is_ours": cached_bytes(revision, weights) == 0}
+    _write(home, found, source, is_started=True)
+    is_one_disk = os.stat(found.folder).st_dev == os.stat(home.root).st_dev
+    if not is_one_disk:
+        require_space(home.root, made_bytes, f"Preparing {home.title}")
+    download(revision, progress, patience=patience, spare_bytes=made_bytes if is_one_disk else 0)
+    _write(home, found, source, is_started=True, is_complete=True)
+
+
+def doubt(home: ModelHome) -> bool:
+    """Writes down that a download has to be checked again. Returns whether it was one of ours.
+
+    Raises:
+        PrepareError: The file cannot be written.
+    """
+    source = read_source(home.root)
+    if source.get("is_complete") is not True:
+        return False
+    write_json(home.root / SOURCE_FILE, source | {"is_complete": False})
+    return True
+
+
+def _write(
+    home: ModelHome, found: HubCheckpoint, source: dict[str, object], **states: bool
+) -> None:
+    fields = {
+        "repo": home.repo_id,
+        "revision": home.revision,
+        "commit": _commit(found),
+        "snapshot": str(found.folder),
+        "license": found.license,
+        "is_ours": source.get("is_ours") is True,
+    }
+    write_json(home.root / SOURCE_FILE, fields | states)
+
+
+def _commit(found: HubCheckpoint) -> str:
+    """A snapshot's folder is called after its commit."""
+    return found.revision.commit if found.revision is not None else found.folder.name
