@@ -28,6 +28,7 @@ from .policy.alternatives import (
     refusal,
     usable_memory,
     usual_budget,
+    with_link,
 )
 from .policy.budget import ModelFacts
 from .policy.cost_model import usual_expectations
@@ -57,7 +58,11 @@ def plan_model(
         PrepareError: The disk of the expert stores cannot be written to, to measure it.
     """
     config, model_config = request.config, _model_config(home)
-    rates = request.machine or own_rates(config, data_dir, cache_dir)
+    rates = request.machine or with_link(
+        own_rates(config, data_dir, cache_dir),
+        bytes_per_s=config.link.bytes_per_s,
+        latency_s=config.link.latency_s,
+    )
     facts = facts_of(model_config, config, layout=_CARD_LAYOUT if rates.is_gpu else None)
     if rates.is_gpu:
         facts = replace(facts, draft_copy_bytes=0)  # Split layers are the processor's.
