@@ -131,14 +131,13 @@ def conversation_of(
     Raises:
         ValueError: A number is out of order, or a parent or the head is no turn.
     """
-    turns = tuple(turns)
     checked: list[Turn] = []
     for turn in turns:
         check_turn(turn, checked)
         checked.append(turn)
-    if head_id is not None and not 0 <= head_id < len(turns):
+    if head_id is not None and not 0 <= head_id < len(checked):
         raise ValueError(f"the chat stands at turn {head_id}, which it does not have")
-    return Conversation(system_prompt=system_prompt, turns=turns, head_id=head_id)
+    return Conversation(system_prompt=system_prompt, turns=tuple(checked), head_id=head_id)
 
 
 def check_turn(turn: Turn, before: Sequence[Turn]) -> None:
