@@ -13,6 +13,8 @@ from dataclasses import dataclass
 MAX_HITS = 200
 MAX_SEARCH_CHARS = 200
 SNIPPET_CHARS = 160
+LEAD_CHARS = 24
+"""Of those, before the hit: it is to be seen in a narrow terminal, in wide letters too."""
 MIN_INDEXED_CHARS = 3
 """Shorter words are in no trigram; they are looked for in every text."""
 
@@ -69,7 +71,7 @@ def snippet_of(content: str, thinking: str, words: Sequence[str]) -> str:
 
 
 def _cut(text: str, position: int) -> str:
-    start = max(0, position - SNIPPET_CHARS // 4)
+    start = max(0, position - LEAD_CHARS)
     cut = " ".join(text[start : start + SNIPPET_CHARS].split())
     before, after = start > 0, start + SNIPPET_CHARS < len(text)
     return f"{'…' if before else ''}{cut}{'…' if after else ''}"

@@ -112,7 +112,7 @@ async def test_list_shows_newest_first_with_age_turns_and_model(app):
     async with app.run_test(size=(80, 24)) as pilot:
         await listed(pilot)
         assert ids(app) == ["sky", "cache", "nasty", "long"]
-        assert "Why is the sky blue?\nopen now · 2 h ago · 2 turns · builtin" in prompts(app)
+        assert "Why is the sky blue?\n  open now · 2 h ago · 2 turns · builtin" in prompts(app)
         assert app.history.chat_list.has_focus
         assert all(prompt.count("\n") == ROW_LINES - 1 for prompt in _each_prompt(app))
 
@@ -134,9 +134,10 @@ async def test_empty_history_says_how_it_fills(store, tmp_path):
     async with app.run_test(size=(80, 24)) as pilot:
         await until(pilot, lambda: app.history.is_mounted and app.history.empty.display)
         assert "no chats yet" in str(app.history.empty.content)
-        assert app.history.search_input.has_focus
-        await pilot.press("down", "enter")  # nothing to go to, nothing to open
+        await pilot.press("enter", "r", "d", "e")  # nothing to open or to change
         assert app.said == []
+        assert not app.history.path_input.display
+        await until(pilot, lambda: footer(app) == {"Search", "Import", "Back"})
 
 
 async def test_escape_leaves_the_search_then_the_screen(app):
@@ -161,13 +162,7 @@ async def test_nothing_of_the_models_text_reaches_the_screen_raw(app):
         assert not set("\x1b\x07\x9b\u202e") & set(app.history.rename_input.value)
 
 
-async def test_footer_shows_the_keys_that_do_something(store, tmp_path):
-    app = HistoryApp(store, tmp_path)
-    async with app.run_test(size=(80, 24)) as pilot:
-        await until(pilot, lambda: app.history.is_mounted and app.history.empty.display)
-        assert footer(app) == {"Back"} | {"Open", "To the list"} - {"Open"} or True
-    fill(store)
-    app = HistoryApp(store, tmp_path)
+async def test_footer_shows_the_keys_that_do_something(app):
     async with app.run_test(size=(80, 24)) as pilot:
         await listed(pilot)
         await until(pilot, lambda: "Delete" in footer(app))
@@ -314,6 +309,19 @@ async def test_deletions_are_undone_last_first_and_final_once_the_screen_is_left
     ]  # fmt: skip
 
 
+async def test_last_chat_that_was_deleted_can_be_undone(store, tmp_path):
+    store.save(StoredChat(chat_id="c", conversation=Conversation().with_user("q")))
+    app = HistoryApp(store, tmp_path)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await listed(pilot, 1)
+        await pilot.press("d")
+        await until(pilot, lambda: app.history.empty.display)
+        await pilot.press("u")
+        await listed(pilot, 1)
+        assert not app.history.empty.display
+        assert app.history.search_input.value == ""
+
+
 async def test_export_writes_markdown_by_default_and_never_over_a_file(app, tmp_path):
     async with app.run_test(size=(80, 24)) as pilot:
         await listed(pilot)
@@ -449,9 +457,8 @@ LOOKS = {
 }
 
 
-@pytest.mark.parametrize("size", [(80, 24), (120, 40)], ids=lambda size: f"{size[0]}x{size[1]}")
 @pytest.mark.parametrize("name", LOOKS)
-async def test_scene_is_reached_and_drawn(app, name, size):
-    async with app.run_test(size=size) as pilot:
+async def test_scene_is_reached_and_drawn(app, name):
+    async with app.run_test(size=(120, 40)) as pilot:
         await LOOKS[name](pilot)
         assert "History" in app.export_screenshot()

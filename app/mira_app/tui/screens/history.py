@@ -42,7 +42,7 @@ class ChatList(OptionList):
     """Chats, or what a search found; every row is `ROW_LINES` high."""
 
     BINDINGS = [
-        Binding("enter", "select", "Open", id="history.open"),
+        Binding("enter", "screen.open", "Open", id="history.open"),
         Binding("slash", "screen.search", "Search", id="history.search"),
         Binding("r", "screen.rename", "Rename", id="history.rename"),
         Binding("d,delete", "screen.delete", "Delete", id="history.delete"),
@@ -58,6 +58,15 @@ class SearchInput(Input):
     BINDINGS = [
         Binding("enter", "screen.open", "Open", id="history.open-hit"),
         Binding("down", "screen.list", "To the list", id="history.to-list"),
+    ]
+
+
+class AnswerInput(Input):
+    """A title or a path that was asked for."""
+
+    BINDINGS = [
+        Binding("enter", "submit", "Done", id="history.done"),
+        Binding("escape", "screen.back", "Cancel", id="history.cancel"),
     ]
 
 
@@ -92,8 +101,8 @@ class HistoryScreen(Screen[None]):
 
     search_input = getters.query_one("#search", SearchInput)
     chat_list = getters.query_one("#chats", ChatList)
-    rename_input = getters.query_one("#rename", Input)
-    path_input = getters.query_one("#path", Input)
+    rename_input = getters.query_one("#rename", AnswerInput)
+    path_input = getters.query_one("#path", AnswerInput)
     empty = getters.query_one("#empty", Static)
     note = getters.query_one("#note", Static)
 
@@ -125,8 +134,8 @@ class HistoryScreen(Screen[None]):
             yield ChatList(id="chats", markup=False)
             yield Static(id="empty")
             yield Static(id="note")
-            yield Input(id="path")
-        yield Input(id="rename", compact=True)
+            yield AnswerInput(id="path", select_on_focus=False)
+        yield AnswerInput(id="rename", compact=True)
         yield Footer(show_command_palette=False)
 
     def on_mount(self) -> None:
@@ -175,11 +184,11 @@ class HistoryScreen(Screen[None]):
         if keys:
             kept = keys.index(marked) if marked in keys else min(index, len(keys) - 1)
             self.chat_list.highlighted = 0 if is_new_search else kept
-        self.chat_list.display, self.empty.display = bool(keys), not keys
+        # The list keeps the keys, also where there is nothing in it: one can still undo.
+        self.set_class(not keys, "-empty")
+        self.empty.display = not keys
         self.empty.update(Content(_empty_text(text)))
         self.search_input.border_subtitle = _count_text(rows, text)
-        if not keys and self.focused is self.chat_list:
-            self.search_input.focus()
         self.refresh_bindings()
 
     def _prompt(self, row: ChatSummary | Hit, words: Sequence[str], now: datetime) -> Content:
@@ -192,7 +201,7 @@ class HistoryScreen(Screen[None]):
             parts += [ago(row.updated_at, now), count(row.num_turns, "turn")]
             parts += [sanitise(row.model)] if row.model else []
             below = Content(" · ".join(parts))
-        return Content.assemble(title, "\n", below.stylize_before("$foreground 70%"))
+        return Content.assemble(title, "\n  ", below.stylize_before("$foreground 70%"))
 
     def _say(self, text: str, *, is_error: bool = False) -> None:
         self.note.display = bool(text)
@@ -221,7 +230,7 @@ class HistoryScreen(Screen[None]):
             self._show()
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
-        """Opens the chat, at the hit."""
+        """Opens the chat that was clicked."""
         event.stop()
         self.action_open()
 
@@ -238,8 +247,7 @@ class HistoryScreen(Screen[None]):
 
     def action_list(self) -> None:
         """Goes to the list."""
-        if self._rows:
-            self.chat_list.focus()
+        self.chat_list.focus()
 
     def action_back(self) -> None:
         """Leaves what is begun, then the search, then the screen."""
@@ -341,7 +349,7 @@ class HistoryScreen(Screen[None]):
 
     def _close_inputs(self) -> None:
         self.rename_input.display = self.path_input.display = False
-        (self.chat_list if self._rows else self.search_input).focus()
+        self.chat_list.focus()
 
     def _rename(self, chat_id: str, title: str) -> None:
         self._change(
