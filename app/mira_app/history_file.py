@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 
-import filelock
-
 BUSY_S = 5.0
 """How long a write waits for another app's."""
 LOCK_S = 10.0
@@ -87,6 +85,8 @@ def open_file(
         OSError: The folder cannot be made or written, or another app holds the lock.
         sqlite3.Error: The file cannot be opened for writing.
     """
+    import filelock  # costs the start more than all the rest of this module
+
     path.parent.mkdir(parents=True, exist_ok=True)
     notices = []
     with filelock.FileLock(f"{path}.lock", timeout=lock_s):

@@ -72,6 +72,8 @@ def snippet_of(content: str, thinking: str, words: Sequence[str]) -> str:
 
 def _cut(text: str, position: int) -> str:
     start = max(0, position - LEAD_CHARS)
+    if start > 0:
+        start += max(0, text[start:position].find(" "))  # no half of a word, where there are words
     cut = " ".join(text[start : start + SNIPPET_CHARS].split())
     before, after = start > 0, start + SNIPPET_CHARS < len(text)
     return f"{'…' if before else ''}{cut}{'…' if after else ''}"

@@ -32,7 +32,7 @@ from mira_app.history_search import search_words
 from mira_app.sanitise import sanitise
 
 ROW_LINES = 2
-MAX_ROWS = 500
+MAX_ROWS = 200
 """More chats than that are found by searching."""
 
 _SHORT_ROWS = 20
