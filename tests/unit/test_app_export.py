@@ -101,6 +101,14 @@ def test_markdown_holds_no_escape_sequence():
     assert not {"\x1b", "\x9b", "\x07"} & set(exported)
 
 
+def test_markdown_mark_is_one_comment_whatever_the_model_is_called():
+    chat = Conversation().with_user("q").with_reply("a", model="--> b")
+    exported = to_markdown(StoredChat(chat_id="c", model="--> b", conversation=chat))
+    marks = [line for line in exported.split("\n") if line.startswith("<!--")]
+    assert all(mark.count("-->") == 1 for mark in marks)
+    assert from_markdown(exported).conversation.turns[1].model == "--> b"
+
+
 def spoilt(line: int, **fields) -> str:
     """The sample's lines with fields of one of them, from 1, changed."""
     lines = to_jsonl([sample()]).splitlines()

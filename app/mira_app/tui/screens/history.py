@@ -374,15 +374,18 @@ class HistoryScreen(Screen[None]):
         message: Message | None = None,
     ) -> None:
         """Changes the store in a thread, after the changes before; then tells and redraws."""
+
+        def changed() -> tuple[object, list[str]]:
+            return operation(), self._store.take_notices()
+
         async with self._change_order:
             try:
-                result = await asyncio.to_thread(operation)
+                result, notices = await asyncio.to_thread(changed)
             except MiraError as error:
                 self._say(str(error), is_error=True)
             else:
-                notices = self._store.take_notices()
-                said = result if isinstance(result, str) and not said else said
-                self._say("\n".join([said, *notices]).strip())
+                lines = [result if isinstance(result, str) else said, *notices]
+                self._say("\n".join(lines).strip())
             if message is not None:
                 self.post_message(message)
         self._show()
