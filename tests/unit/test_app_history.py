@@ -13,7 +13,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from mira_app import history_file
 from mira_app.conversation import Conversation, Role, TurnStatus
@@ -99,6 +99,7 @@ def test_chat_with_siblings_and_figures_comes_back_as_it_was(path):
         assert [s.num_turns for s in store.chats()] == [5]
 
 
+@settings(max_examples=30)  # each is a file
 @given(texts=st.lists(st.text(st.characters(exclude_categories=())), min_size=1, max_size=4))
 def test_any_text_comes_back_exactly(tmp_path_factory, texts):
     with opened(tmp_path_factory.mktemp("any") / "history.sqlite") as store:
