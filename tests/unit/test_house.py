@@ -218,7 +218,7 @@ def test_wheel_holds_packages_and_their_files(copied_tree, tmp_path):
         path.relative_to(tree / folder).as_posix()
         for folder in ROOTS
         for path in (tree / folder).rglob("*")
-        if path.suffix in {".py", ".tcss", ".safetensors"} and "build" not in path.parts
+        if path.suffix in {".py", ".tcss", ".sql", ".safetensors"} and "build" not in path.parts
     ]
     assert "mira_assets/builtin_recipe.safetensors" in shipped
     assert set(shipped) <= names
