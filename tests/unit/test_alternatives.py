@@ -53,7 +53,7 @@ FACTS = ModelFacts(
 )
 FIXED = 150 * MIB
 MACHINE = MachineRates(
-    name="m", device_memory_bytes=2**33, device_bytes_per_s=2e10, link_bytes_per_s=2e9
+    name="m", device_memory_bytes=2**33, device_bytes_per_s=2e10, link_bytes_per_s=2e9, is_gpu=True
 )
 
 
@@ -160,6 +160,13 @@ def test_prediction_is_taken_only_with_heads():
     assert chosen_of(rows_of(asked, rates)).strategy is Strategy.ON_DEMAND
     with_heads = rows_of(replace(asked, has_heads=True), rates)
     assert chosen_of(with_heads).strategy is Strategy.PREDICTIVE
+
+
+def test_handling_records_counts_where_the_processor_does_it():
+    asked = wishes(budget=MemoryAmount(share=0.4))
+    card = rows_of(asked)[Strategy.ON_DEMAND]
+    processor = rows_of(asked, replace(MACHINE, is_gpu=False))[Strategy.ON_DEMAND]
+    assert processor.tpot_s > card.tpot_s
 
 
 def test_compact_experts_are_taken_only_where_allowed():
