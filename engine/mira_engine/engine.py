@@ -29,6 +29,7 @@ from .events import (
     Notice,
     PromptProgress,
     ReplyStats,
+    ResidencySample,
     StatsSample,
     TokenDelta,
 )
@@ -56,11 +57,12 @@ from .runtime.beam import BeamResult, beam_search
 from .runtime.device import make_device
 from .runtime.draft import DraftStage, DraftWindow
 from .runtime.executor import ExpertExecutor
+from .runtime.expert_map import RoutingHeat, region_rows
 from .runtime.native_path import NativePath
 from .runtime.passes import ModelPasses
 from .runtime.probe import bound_kernel_cache, default_num_threads
 from .runtime.requests import BatchEvent, in_turn, make_requests
-from .runtime.telemetry import MemoryProbe, ReplyMeter
+from .runtime.telemetry import LiveSamples, MemoryProbe, ReplyMeter
 from .trace import TracedRound, TraceHeader, TraceRecorder
 from .types import (
     CompileMode,
@@ -73,9 +75,7 @@ from .types import (
     Precision,
 )
 
-_SAMPLE_INTERVAL_S = 0.25
-
-ReplyEvent = PromptProgress | TokenDelta | StatsSample | Notice | GenerationDone
+ReplyEvent = PromptProgress | TokenDelta | StatsSample | ResidencySample | Notice | GenerationDone
 OnNotice = Callable[[Notice], None]
 
 
@@ -120,6 +120,7 @@ class Engine:
         self._fixed_depth = load_plan.fixed_depth()
         self.governor = load_plan.governor(draft_depths)
         self._first_depth = load_plan.first_k
+        self.link_bytes_per_s = load_plan.link_bytes_per_s
         self.on_round: Callable[[RoundObservation], None] | None = None
         """Told what each round did, in the thread that asked for the reply."""
         self._arrange_device(load_plan)
@@ -334,12 +335,23 @@ class Engine:
         self._cancelled.clear()
 
     def stream(
-        self, request_id: str, messages: Sequence[ChatMessage], sampling: SamplingConfig
+        self,
+        request_id: str,
+        messages: Sequence[ChatMessage],
+        sampling: SamplingConfig,
+        *,
+        is_residency_wanted: bool = False,
     ) -> Iterator[ReplyEvent]:
         """Answers a chat.
 
+        Args:
+            request_id: Given in every event.
+            messages: The chat.
+            sampling: How tokens are chosen.
+            is_residency_wanted: Whether pictures of the expert cache are wanted, too.
+
         Yields:
-            Prompt progress, text deltas, figures at most four times a second, and at
+            Prompt progress, text deltas, figures as often as `LiveSamples` says, and at
             the end `GenerationDone`, also when it was cancelled.
 
         Raises:
@@ -352,7 +364,13 @@ class Engine:
         detokeniser = Detokeniser(self._tokenizer)
         text: list[str] = []
         reply = self.reply(prompt, sampling)
-        next_sample = time.perf_counter() + _SAMPLE_INTERVAL_S
+        if is_residency_wanted:
+            self._count_heat()
+        live = LiveSamples(
+            request_id,
+            stats=self.stats,
+            residency=self.residency_sample if is_residency_wanted else None,
+        )
         reason = FinishReason.STOP
         while True:
             try:
@@ -366,13 +384,12 @@ class Engine:
                 yield TokenDelta(request_id=request_id, text=piece, num_tokens=1)
             else:
                 yield PromptProgress(request_id=request_id, done=step[0], total=step[1])
-            if time.perf_counter() >= next_sample:
-                next_sample = time.perf_counter() + _SAMPLE_INTERVAL_S
-                yield StatsSample(request_id=request_id, stats=self.stats())
+            yield from live.due()
         rest = detokeniser.flush()
         if rest:
             text.append(rest)
             yield TokenDelta(request_id=request_id, text=rest, num_tokens=0)
+        yield from live.last()
         yield GenerationDone(
             request_id=request_id, text="".join(text), reason=reason, stats=self.stats()
         )
@@ -504,7 +521,9 @@ class Engine:
         candidates = [history[-1], *(d.token for d in drafted)]
         phase = Phase.VERIFY if drafted else Phase.DECODE
         logits = self.passes.forward(candidates, phase, num_logits=len(candidates))
+        sampling_since = time.perf_counter()
         num_accepted, following = sampler.accept(history, drafted, logits)
+        meter.sample_s += time.perf_counter() - sampling_since
         self.state.rollback(len(drafted) - num_accepted)
         self._num_verified = self.state.num_cached
         meter.verify_s += time.perf_counter() - started
@@ -647,6 +666,21 @@ class Engine:
             peak_memory_bytes=self._probe.peak_bytes(),
             planned_memory_bytes=self.plan.total_bytes,
         )
+
+    def residency_sample(self, request_id: str) -> ResidencySample:
+        """Returns where every expert is, and how busy: counted since the first call."""
+        setup, residency = self.cache_setup, self.executor.driver.residency
+        return ResidencySample(
+            request_id=request_id,
+            regions=region_rows(residency, setup.num_layers, setup.num_experts),
+            heat=self._count_heat().rows(),
+        )
+
+    def _count_heat(self) -> RoutingHeat:
+        setup, executor = self.cache_setup, self.executor
+        if executor.heat is None:
+            executor.heat = RoutingHeat(setup.num_layers, setup.num_experts, setup.top_k)
+        return executor.heat
 
     def close(self) -> None:
         """Stops the readers and what is compiled in the background, gives the memory back."""

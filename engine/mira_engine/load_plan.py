@@ -63,6 +63,7 @@ class LoadPlan:
         profile: The profile that is kept, where nobody chose K.
         is_k_chosen: Whether somebody chose K.
         first_k: K of the first rounds, which a governor may adjust.
+        link_bytes_per_s: Rate of the expert link, emulated or measured before; 0 unknown.
     """
 
     memory: MemoryPlan
@@ -71,6 +72,7 @@ class LoadPlan:
     profile: KProfile | None
     is_k_chosen: bool
     first_k: int
+    link_bytes_per_s: float = 0.0
 
     def cache_setup(
         self, config: EngineConfig, manifest: StoreManifest, record_bytes: int
@@ -194,7 +196,8 @@ def make_load_plan(
         is_link_slow=(config.link.bytes_per_s or math.inf) < SLOW_LINK_BYTES_PER_S,
     )
     expect = usual_expectations(is_builtin=home.is_builtin)
-    memory, note = choose_plan(facts, wishes, _known_rates(config, profile_dir), expect)
+    rates = _known_rates(config, profile_dir)
+    memory, note = choose_plan(facts, wishes, rates, expect)
     first_k = memory.num_draft_tokens
     is_k_chosen = config.num_draft_tokens is not None
     if memory.draft_experts is DraftExperts.CACHED and not is_k_chosen:
@@ -227,6 +230,7 @@ def make_load_plan(
         profile=profile,
         is_k_chosen=is_k_chosen,
         first_k=first_k,
+        link_bytes_per_s=rates.link_bytes_per_s if rates else config.link.bytes_per_s or 0.0,
     )
 
 

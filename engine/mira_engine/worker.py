@@ -267,6 +267,7 @@ class Worker:
                 context_length=engine.context_length,
                 plan=engine.plan,
                 load_s=engine.load_s,
+                link_bytes_per_s=engine.link_bytes_per_s,
             )
         )
 
@@ -299,7 +300,13 @@ class Worker:
     def _generate(self, job: Generate) -> None:
         if self._engine is None:
             raise MiraError("No model is loaded.", hint="Pick a model first.")
-        for event in self._engine.stream(job.request_id, job.messages, job.sampling):
+        events = self._engine.stream(
+            job.request_id,
+            job.messages,
+            job.sampling,
+            is_residency_wanted=job.is_residency_wanted,
+        )
+        for event in events:
             self._writer.send(event)
         self._engine.take_compiled()
 
