@@ -1,0 +1,78 @@
+"""Everything about the engine at full size: the residency map and plots of the session.
+
+It asks for the panels' snapshot itself, by a timer of its own, while it is shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from textual import getters
+from textual.app import ComposeResult
+from textual.binding import Binding
+from textual.containers import Container, Grid, VerticalScroll
+from textual.screen import Screen
+from textual.widgets import Footer, Static
+
+from mira_app.panel_history import PanelState
+from mira_app.tui.widgets.panels.plots import PLOTS, HistoryPlot
+from mira_app.tui.widgets.panels.sections import strip
+from mira_app.tui.widgets.residency_map import ResidencyMap
+
+MAP_INTERVAL_S = 0.5
+PLOT_INTERVAL_S = 2.0
+"""A plot costs some ten milliseconds, and changes little in less."""
+
+
+class DetailsScreen(Screen[None]):
+    """Closed by Esc or F4.
+
+    Args:
+        state: Gives the present snapshot.
+    """
+
+    CSS_PATH = "details.tcss"
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-wide")]
+    BINDINGS = [
+        Binding("escape,f4", "app.pop_screen", "Back", id="details.close"),
+    ]
+
+    figures = getters.query_one("#figures", Static)
+    map = getters.query_one(ResidencyMap)
+
+    def __init__(self, state: Callable[[], PanelState]) -> None:
+        super().__init__()
+        self._read_state = state
+        self._figures_of: PanelState | None = None
+
+    def compose(self) -> ComposeResult:
+        """Puts the map beside the plots, or above them where it is narrow."""
+        yield Static(id="figures")
+        with VerticalScroll(id="body"), Container(id="both"):
+            yield ResidencyMap()
+            with Grid(id="plots"):
+                for title in PLOTS:
+                    yield HistoryPlot(title)
+        yield Footer(show_command_palette=False)
+
+    def on_mount(self) -> None:
+        """Begins to ask."""
+        self._show_map()
+        self._show_plots()
+        self.set_interval(MAP_INTERVAL_S, self._show_map)
+        self.set_interval(PLOT_INTERVAL_S, self._show_plots)
+
+    def _show_map(self) -> None:
+        state = self._read_state()
+        if not self.is_current or state is self._figures_of:
+            return
+        self._figures_of = state
+        self.figures.update(strip(state), layout=False)
+        self.map.show(state.residency)
+
+    def _show_plots(self) -> None:
+        if not self.is_current:
+            return
+        session = self._read_state().session
+        for plot in self.query(HistoryPlot):
+            plot.show(session)
