@@ -12,11 +12,11 @@ from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Container, Grid, VerticalScroll
 from textual.screen import Screen
-from textual.widgets import Footer, Static
+from textual.widgets import Footer
 
 from mira_app.panel_history import PanelState
+from mira_app.tui.widgets.live_panel import LivePanel
 from mira_app.tui.widgets.panels.plots import PLOTS, HistoryPlot
-from mira_app.tui.widgets.panels.sections import strip
 from mira_app.tui.widgets.residency_map import ResidencyMap
 
 MAP_INTERVAL_S = 0.5
@@ -37,7 +37,7 @@ class DetailsScreen(Screen[None]):
         Binding("escape,f4", "app.pop_screen", "Back", id="details.close"),
     ]
 
-    figures = getters.query_one("#figures", Static)
+    figures = getters.query_one("#figures", LivePanel)
     map = getters.query_one(ResidencyMap)
 
     def __init__(self, state: Callable[[], PanelState]) -> None:
@@ -47,7 +47,7 @@ class DetailsScreen(Screen[None]):
 
     def compose(self) -> ComposeResult:
         """Puts the map beside the plots, or above them where it is narrow."""
-        yield Static(id="figures")
+        yield LivePanel(is_column=False, id="figures")
         with VerticalScroll(id="body"), Container(id="both"):
             yield ResidencyMap()
             with Grid(id="plots"):
@@ -67,7 +67,7 @@ class DetailsScreen(Screen[None]):
         if not self.is_current or state is self._figures_of:
             return
         self._figures_of = state
-        self.figures.update(strip(state), layout=False)
+        self.figures.show(state)
         self.map.show(state.residency)
 
     def _show_plots(self) -> None:

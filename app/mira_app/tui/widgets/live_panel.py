@@ -6,10 +6,12 @@ it says is made by pure functions from a `PanelState` (`panels.sections`).
 
 from __future__ import annotations
 
-from rich.cells import cell_len
 from textual.content import Content
 from textual.events import Resize
-from textual.widgets import Static
+from textual.geometry import Region, Size
+from textual.strip import Strip
+from textual.visual import Visual
+from textual.widget import Widget
 
 from mira_app.panel_history import PanelState
 
@@ -19,32 +21,53 @@ COLUMN_WIDTH = 30
 """Fewest characters of a line of the column."""
 
 
-class LivePanel(Static):
-    """Shows a `PanelState`; draws only when it changed.
+class LivePanel(Widget):
+    """Shows a `PanelState`; draws only the lines that changed.
+
+    Figures change four times a second, most lines less often: drawn as one text, the panel
+    would cost the app twice as much.
 
     Args:
         is_column: Whether to draw a column as wide as there is room, or two lines.
         id: For style sheets and queries.
     """
 
+    DEFAULT_CSS = "LivePanel { height: auto; }"
+
     def __init__(self, *, is_column: bool, id: str) -> None:
         super().__init__(id=id)
         self._is_column = is_column
-        self._state: PanelState | None = None
+        self._state = PanelState()
         self._width = COLUMN_WIDTH
-        self._shape: tuple[int, list[str]] | None = None
+        self._lines: list[Content] = []
+        self._drawn: list[list[Strip]] = []
+        """The rows of each line; several where it wraps."""
+        self._rows: list[Strip] = []
+
+    @property
+    def content(self) -> Content:
+        """What it says."""
+        return Content("\n").join(self._lines)
 
     def on_mount(self) -> None:
         """Shows an empty state first."""
-        self.show(PanelState())
+        self._draw()
 
     def on_resize(self, event: Resize) -> None:
         """Draws the column to its new width."""
         del event
-        width = max(COLUMN_WIDTH, self.content_size.width)
-        if self._is_column and width != self._width:
+        width = self.content_size.width
+        if self._is_column:
+            width = max(COLUMN_WIDTH, width)
+        if width and width != self._width:
             self._width = width
-            self._draw()
+            self._draw_anew()
+
+    def notify_style_update(self) -> None:
+        """Draws anew in other colours."""
+        super().notify_style_update()
+        if self.is_mounted:
+            self._draw_anew()
 
     def show(self, state: PanelState) -> None:
         """Shows a state."""
@@ -53,17 +76,39 @@ class LivePanel(Static):
         self._state = state
         self._draw()
 
+    def _draw_anew(self) -> None:
+        self._lines, self._drawn, self._rows = [], [], []
+        self._draw()
+
     def _draw(self) -> None:
-        if self._state is None:
+        lines = (column if self._is_column else strip)(self._state, self._width)
+        known = list(zip(self._lines, self._drawn, strict=True))
+        known += [(Content("\0"), [])] * (len(lines) - len(known))
+        self._drawn = [
+            drawn if line.is_same(before) else self._rows_of(line)
+            for line, (before, drawn) in zip(lines, known, strict=False)
+        ]
+        self._lines = lines
+        rows, self._rows = self._rows, [row for drawn in self._drawn for row in drawn]
+        if len(rows) != len(self._rows):
+            self.refresh(layout=True)
             return
-        drawn = column(self._state, self._width) if self._is_column else strip(self._state)
-        shape = _shape(drawn, self._width)
-        # A layout costs more than the drawing, and is wanted only for another height.
-        self.update(drawn, layout=shape != self._shape)
-        self._shape = shape
+        # What did not change was taken over, and is the same object.
+        changed = [y for y, row in enumerate(rows) if row is not self._rows[y]]
+        if changed:
+            self.refresh(*(Region(0, y, self.size.width, 1) for y in changed))
 
+    def _rows_of(self, line: Content) -> list[Strip]:
+        return Visual.to_strips(self, line, self._width, None, self.visual_style)
 
-def _shape(drawn: Content, width: int) -> tuple[int, list[str]]:
-    """What the height follows from: the number of lines, and those that wrap."""
-    lines = drawn.plain.split("\n")
-    return len(lines), [line for line in lines if cell_len(line) > width]
+    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
+        """Asks for a row a line, and more for those that wrap."""
+        del container, viewport, width
+        return len(self._rows)
+
+    def render_line(self, y: int) -> Strip:
+        """Gives a row as it was drawn."""
+        width, style = self.size.width, self.rich_style
+        if y >= len(self._rows):
+            return Strip.blank(width, style)
+        return self._rows[y].adjust_cell_length(width, style)

@@ -6,6 +6,7 @@ shows is decided in `panels.cache_map`. Draws only the rows that changed.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import groupby
 
 from mira_engine.api import ResidencySample
@@ -15,16 +16,23 @@ from textual.app import ComposeResult
 from textual.containers import Vertical
 from textual.content import Content
 from textual.geometry import Region, Size
+from textual.message import Message
 from textual.strip import Strip
 from textual.widget import Widget
 from textual.widgets import Static
 
-from .panels.cache_map import BUSY, MARKS, NAMES, CacheMap, counts, fold
+from .panels.cache_map import NAMES, SHADES, CacheMap, counts, fold, marks
 from .panels.drawing import LABEL, TITLE
 
 _LABEL_WIDTH = 4
-_STYLE_OF = {"H": "hot", "S": "stage", "s": "loading", ".": "away"}
+_STYLE_OF = {
+    "█": "hot-busy", "▓": "hot", "▒": "stage-busy", "░": "stage", "+": "loading", "·": "away",
+    "x": "away-busy",
+}  # fmt: skip
+"""Component style by mark."""
+
 _FEWEST_ROWS = 4
+_WIDEST_CELL = 3
 
 
 class CacheGrid(Widget):
@@ -36,7 +44,7 @@ class CacheGrid(Widget):
 
     COMPONENT_CLASSES = {
         "cache-grid--label",
-        *(f"cache-grid--{name}{busy}" for name in _STYLE_OF.values() for busy in ("", "-busy")),
+        *(f"cache-grid--{name}" for name in _STYLE_OF.values()),
     }
 
     def __init__(self, *, max_rows: int) -> None:
@@ -44,8 +52,15 @@ class CacheGrid(Widget):
         self._max_rows = max_rows
         self._sample: ResidencySample | None = None
         self._map: CacheMap | None = None
-        self._rows: list[tuple[str, str, str]] = []
+        self._rows: list[tuple[str, str]] = []
         self._cell_width = 1
+        self._scale = ""
+
+    @dataclass
+    class Folded(Message):
+        """What a cell stands for has changed."""
+
+        scale: str
 
     @property
     def map(self) -> CacheMap | None:
@@ -90,27 +105,32 @@ class CacheGrid(Widget):
         has_labels = width >= num_experts + _LABEL_WIDTH
         room = width - _LABEL_WIDTH * has_labels
         self._map = fold(self._sample, room, height)
-        self._cell_width = 2 if 2 * self._map.num_columns <= room else 1
+        self._cell_width = min(_WIDEST_CELL, room // self._map.num_columns)
+        if self._map.scale != self._scale:
+            self._scale = self._map.scale
+            self.post_message(self.Folded(self._scale))
         for y, (regions, heat) in enumerate(zip(self._map.regions, self._map.heat, strict=True)):
             label = f"{y * self._map.layers_per_row:>3} " if has_labels else ""
-            self._rows.append((label, regions, heat))
+            self._rows.append((label, marks(regions, heat)))
 
     def render_line(self, y: int) -> Strip:
         """Draws a row."""
         if y >= len(self._rows):
             return Strip.blank(self.size.width, self.rich_style)
-        label, regions, heat = self._rows[y]
+        label, cells = self._rows[y]
         segments = [Segment(label, self._style("label"))] if label else []
-        cells = [(region, digit >= str(BUSY)) for region, digit in zip(regions, heat, strict=True)]
-        for cell, run in groupby(cells):
-            region, is_busy = cell
-            text = MARKS[cell] * (self._cell_width * len(list(run)))
-            name = _STYLE_OF[region] + ("-busy" if is_busy else "")
-            segments.append(Segment(text, self._style(name)))
+        for mark, run in groupby(cells):
+            text = _cell(mark, self._cell_width) * len(list(run))
+            segments.append(Segment(text, self._style(_STYLE_OF[mark])))
         return Strip(segments).adjust_cell_length(self.size.width, self.rich_style)
 
     def _style(self, name: str) -> Style:
         return self.get_component_rich_style(f"cache-grid--{name}")
+
+
+def _cell(mark: str, width: int) -> str:
+    """Fills a cell: shades reach into the next one, signs do not."""
+    return mark * width if mark in SHADES else mark.ljust(width)
 
 
 class ResidencyMap(Vertical):
@@ -138,7 +158,7 @@ class ResidencyMap(Vertical):
         }
 
         .cache-grid--hot {
-            color: $warning 65%;
+            color: $warning 80%;
         }
 
         .cache-grid--hot-busy {
@@ -146,14 +166,14 @@ class ResidencyMap(Vertical):
         }
 
         .cache-grid--stage {
-            color: $primary 70%;
+            color: $primary;
         }
 
         .cache-grid--stage-busy {
             color: $primary;
         }
 
-        .cache-grid--loading, .cache-grid--loading-busy {
+        .cache-grid--loading {
             color: $success;
         }
 
@@ -193,6 +213,11 @@ class ResidencyMap(Vertical):
         self._grid.show(sample)
         self._head.update(_head(sample), layout=False)
 
+    def on_cache_grid_folded(self, event: CacheGrid.Folded) -> None:
+        """Says what a cell is."""
+        event.stop()
+        self._legend.update(_legend(event.scale))
+
 
 def _head(sample: ResidencySample | None) -> Content:
     if sample is None:
@@ -204,7 +229,8 @@ def _head(sample: ResidencySample | None) -> Content:
     return Content.assemble(("Cache map  ", TITLE), (" · ".join(parts), LABEL))
 
 
-def _legend() -> Content:
-    return Content("  ").join(
-        Content.assemble((marks, "bold"), (f" {name}", LABEL)) for marks, name in NAMES.items()
+def _legend(scale: str = "") -> Content:
+    entries = Content("  ").join(
+        Content.assemble((sign, "bold"), (f" {name}", LABEL)) for sign, name in NAMES.items()
     )
+    return Content("\n").join([entries, Content.styled(scale, LABEL)]) if scale else entries

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from mira_engine.api import ResidencySample
 
 HOT, STAGE, LOADING, ABSENT = "HSs."
-BUSY = 3
+_BUSY = "3"
 """Heat from which on an expert counts as busy: a third of the busiest one's tokens."""
 
 MARKS = {
@@ -21,9 +21,10 @@ MARKS = {
 }  # fmt: skip
 """Mark by region and whether it is busy."""
 
-NAMES = {
-    "█▓": "HOT busy, not", "▒░": "STAGE busy, not", "+": "loading", "x": "away, busy", "·": "away",
-}  # fmt: skip
+SHADES = "█▓▒░"
+
+NAMES = {"█▓": "HOT", "▒░": "STAGE", "+": "loading", "·": "away", "x": "away, though busy"}
+"""What the marks mean; of two the first is the busy one's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +81,13 @@ def fold(sample: ResidencySample, num_columns: int, num_rows: int) -> CacheMap:
         experts_per_cell=across,
         regions=regions,
         heat=heat,
+    )
+
+
+def marks(regions: str, heat: str) -> str:
+    """Returns the marks of a row."""
+    return "".join(
+        MARKS[region, digit >= _BUSY] for region, digit in zip(regions, heat, strict=True)
     )
 
 

@@ -9,13 +9,8 @@ from textual.content import Content
 LABEL, VALUE, FILLED, EMPTY = "$foreground 60%", "bold", "$primary", "$foreground 20%"
 TITLE = "bold $primary"
 
-MARKS = "█▓▒░=:·"
-"""What the parts of a stacked bar are drawn with, in order; they differ without colour."""
-
-COLOURS = (
-    "$primary", "$accent", "$secondary", "$warning", "$success", "$error", "$foreground 45%",
-)  # fmt: skip
-"""Their colours."""
+Part = tuple[str, str]
+"""Mark and colour of a part of a stacked bar. Within a bar the marks differ, too."""
 
 _STEPS = "▁▂▃▄▅▆▇█"
 
@@ -57,21 +52,20 @@ def widths_of(parts: Sequence[float], width: int) -> list[int]:
     return shares
 
 
-def stacked_bar(parts: Sequence[float], width: int) -> Content:
-    """Draws parts of a whole side by side, each with its own mark; a blank line without any."""
-    shares = widths_of(parts, width)
+def stacked_bar(sizes: Sequence[float], parts: Sequence[Part], width: int) -> Content:
+    """Draws parts of a whole side by side; an empty bar where there is nothing."""
+    shares = widths_of(sizes, width)
     if not any(shares):
         return Content.styled("╌" * width, EMPTY)
-    pieces = zip(shares, MARKS, COLOURS, strict=False)
-    return Content.assemble(*((mark * share, colour) for share, mark, colour in pieces))
+    pieces = zip(shares, parts, strict=True)
+    return Content.assemble(*((mark * share, colour) for share, (mark, colour) in pieces))
 
 
-def legend(index: int, label: str, value: str, *, width: int) -> Content:
+def legend(part: Part, label: str, value: str, *, width: int) -> Content:
     """Returns one entry of a stacked bar's legend."""
+    mark, colour = part
     gap = " " * max(1, width - 2 - len(label) - len(value))
-    return Content.assemble(
-        (MARKS[index] + " ", COLOURS[index]), (label, LABEL), gap, (value, VALUE)
-    )
+    return Content.assemble((mark + " ", colour), (label, LABEL), gap, (value, VALUE))
 
 
 def in_columns(entries: Sequence[Content], *, gap: int = 2) -> list[Content]:

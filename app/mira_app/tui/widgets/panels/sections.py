@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from mira_engine.api import MemoryPlan, ReplyStats, format_bytes
+from collections.abc import Sequence
+
+from mira_engine.api import MemoryPlan, ReplyStats
 from textual.content import Content
 
 from mira_app.figures import bytes_per_load, count
@@ -12,7 +14,7 @@ from mira_app.sanitise import sanitise
 from .drawing import (
     LABEL,
     VALUE,
-    bar,
+    Part,
     in_columns,
     legend,
     mib,
@@ -26,11 +28,33 @@ from .drawing import (
 ROOMY = 44
 """Characters of a line from which on a legend's entries have lines of their own."""
 
-CAUSES = ("ahead", "missed", "draft", "verify", "sampling", "other")
+HOT, STAGE = ("█", "$warning"), ("▒", "$primary")
+"""As on the residency map."""
+
+SERVED: dict[str, Part] = {"HOT": HOT, "STAGE": STAGE, "MISS": ("░", "$error")}
+CAUSES: dict[str, Part] = {
+    "ahead": ("▒", "$primary"),
+    "missed": ("█", "$error"),
+    "draft": ("░", "$accent"),
+    "verify": ("▓", "$secondary"),
+    "sample": ("=", "$success"),
+    "other": (":", "$foreground 60%"),
+}
+"""The order of `TimeSplit.parts`."""
+
 CAUSES_IN_FULL = (
     "waits, on its way", "waits, missed", "draft", "verify", "sampling", "other",
 )  # fmt: skip
-MEMORY_PARTS = ("dense", "KV", "workspace", "draft", "HOT", "STAGE", "free")
+MEMORY: dict[str, Part] = {
+    "dense": ("▓", "$secondary"),
+    "KV": ("=", "$success"),
+    "work": (":", "$foreground 60%"),
+    "draft": ("░", "$accent"),
+    "HOT": HOT,
+    "STAGE": STAGE,
+    "free": ("·", "$foreground 45%"),
+}
+"""The order of `memory_parts`."""
 
 
 def speed(state: PanelState, width: int) -> list[Content]:
@@ -51,12 +75,12 @@ def served_by(state: PanelState, width: int) -> list[Content]:
     stats, shares = state.stats, state.reply.served.shares
     lines = [
         title("Served by", f"hit rate {stats.hit_rate:.1%}" if shares else "-", width=width),
-        stacked_bar(shares or (), width),
+        _bar(shares, SERVED, width),
     ]
     history = [i.served.shares for i in state.recent if i.served.shares is not None]
-    for index, name in enumerate(("HOT", "STAGE", "MISS")):
+    for index, (name, part) in enumerate(SERVED.items()):
         share = f"{shares[index]:.1%}" if shares else "-"
-        entry = legend(index, name, share, width=14)
+        entry = legend(part, name, share, width=14)
         past = spark([each[index] for each in history], width - 15, most=1.0)
         lines.append(Content.assemble(entry, " ", past))
     lines.append(row("hits / misses", f"{stats.num_hits} / {stats.num_misses}", width=width))
@@ -70,17 +94,19 @@ def time_per_token(state: PanelState, width: int) -> list[Content]:
     lines = [
         title("Time per token", whole, width=width),
         row("stalls", f"{stats.stall_ms_per_token:.1f} ms/token", width=width),
-        stacked_bar(parts or (), width),
+        _bar(parts, CAUSES, width),
     ]
-    values = [f"{part:.1f}" for part in parts] if parts else ["-"] * len(CAUSES)
+    values = list(map(_ms, parts)) if parts else ["-"] * len(CAUSES)
     if width < ROOMY:
         half = (width - 2) // 2
-        entries = [legend(i, CAUSES[i], value, width=half) for i, value in enumerate(values)]
+        named = zip(CAUSES.items(), values, strict=True)
+        entries = [legend(part, name, value, width=half) for (name, part), value in named]
         return lines + in_columns(entries, gap=width - 2 * half)
     history = [i.ms_per_token for i in state.recent if i.ms_per_token is not None]
     top = max((max(each) for each in history), default=0.0)
-    for index, value in enumerate(values):
-        entry = legend(index, CAUSES_IN_FULL[index], value, width=27)
+    named = zip(CAUSES_IN_FULL, CAUSES.values(), values, strict=True)
+    for index, (name, part, value) in enumerate(named):
+        entry = legend(part, name, value, width=27)
         past = spark([each[index] for each in history], width - 28, most=top)
         lines.append(Content.assemble(entry, " ", past))
     return lines
@@ -111,7 +137,7 @@ def link(state: PanelState, width: int) -> list[Content]:
     rates = state.recent_values(lambda interval: interval.link_bytes_per_s)
     now = rates[-1] if rates else 0.0
     limit = state.link_bytes_per_s
-    moved = f"{format_bytes(stats.bytes_moved)}, {format_bytes(bytes_per_load(stats))} each"
+    moved = f"{short_bytes(stats.bytes_moved)}, {short_bytes(bytes_per_load(stats))} each"
     if not limit:
         return [
             title("Link", f"{short_bytes(now)}/s", width=width),
@@ -120,14 +146,13 @@ def link(state: PanelState, width: int) -> list[Content]:
         ]
     return [
         title("Link", f"{short_bytes(now)} of {short_bytes(limit)}/s", width=width),
-        bar(now / limit, width),
         spark(rates, width, most=max(limit, *rates) if rates else limit),
         row("moved", moved, width=width),
     ]
 
 
 def memory_parts(state: PanelState) -> tuple[int, ...] | None:
-    """Returns bytes in the order of `MEMORY_PARTS`; they add up to the plan. `None` without."""
+    """Returns bytes in the order of `MEMORY`; they add up to the plan. `None` without."""
     plan, picture = state.plan, state.residency
     if plan is None:
         return None
@@ -149,13 +174,12 @@ def memory(state: PanelState, width: int) -> list[Content]:
     planned = stats.planned_memory_bytes or plan.total_bytes
     half = (width - 2) // 2
     entries = [
-        legend(i, name, short_bytes(part), width=half)
-        for i, (name, part) in enumerate(zip(MEMORY_PARTS, parts, strict=True))
+        legend(part, name, short_bytes(num_bytes), width=half)
+        for (name, part), num_bytes in zip(MEMORY.items(), parts, strict=True)
     ]
     return [
-        title("Memory"),
-        row("peak / plan", f"{mib(stats.peak_memory_bytes)} / {mib(planned)} MiB", width=width),
-        stacked_bar(parts, width),
+        title("Memory", f"{mib(stats.peak_memory_bytes)} / {mib(planned)} MiB", width=width),
+        _bar(parts, MEMORY, width),
         *in_columns(entries, gap=width - 2 * half),
         row("slots", f"{plan.num_slots} of {plan.num_experts} experts", width=width),
     ]
@@ -167,6 +191,15 @@ def notes(state: PanelState, width: int) -> list[Content]:
     if not state.notices:
         return []
     return [title("Notes"), *(Content(sanitise(notice.text)) for notice in state.notices)]
+
+
+def _bar(sizes: Sequence[float] | None, parts: dict[str, Part], width: int) -> Content:
+    return stacked_bar(sizes or [0.0] * len(parts), tuple(parts.values()), width)
+
+
+def _ms(value: float) -> str:
+    """Formats milliseconds in four characters where they are below ten seconds."""
+    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
 def rate_text(stats: ReplyStats) -> str:
@@ -187,10 +220,15 @@ SECTIONS = (speed, served_by, time_per_token, link, drafting, memory, notes)
 """The column, from top to bottom."""
 
 
-def column(state: PanelState, width: int) -> Content:
-    """Returns the panel as a column."""
-    drawn = [lines for section in SECTIONS if (lines := section(state, width))]
-    return Content("\n\n").join(Content("\n").join(lines) for lines in drawn)
+def column(state: PanelState, width: int) -> list[Content]:
+    """Returns the panel as a column's lines."""
+    lines: list[Content] = []
+    for section in SECTIONS:
+        drawn = section(state, width)
+        if lines and drawn:
+            lines.append(Content(""))
+        lines += drawn
+    return lines
 
 
 def _joined(parts: list[Content | tuple[str, str]]) -> Content:
@@ -203,15 +241,18 @@ def _joined(parts: list[Content | tuple[str, str]]) -> Content:
     return Content("   ").join(whole)
 
 
-def strip(state: PanelState) -> Content:
+def strip(state: PanelState, width: int = 78) -> list[Content]:
     """Returns the panel as two lines of at most 78 characters."""
+    del width
     stats, plan, shares = state.stats, state.plan, state.reply.served.shares
-    names = zip(("HOT", "STAGE", "MISS"), shares or (), strict=False)
-    served = " ".join(f"{name} {share:.0%}" for name, share in names) or "-"
+    served = "-"
+    if shares:
+        named = zip(SERVED, shares, strict=True)
+        served = " ".join(f"{name} {share:.0%}" for name, share in named)
     first: list[Content | tuple[str, str]] = [
         ("tok/s", rate_text(stats)),
         ("first", f"{stats.ttft_s:.2f} s" if stats.ttft_s else "-"),
-        Content.assemble(stacked_bar(shares or (), 10), (f" {served}", VALUE)),
+        Content.assemble(_bar(shares, SERVED, 10), (f" {served}", VALUE)),
     ]
     second: list[Content | tuple[str, str]] = [
         ("stalls", f"{stats.stall_ms_per_token:.1f} ms"),
@@ -223,4 +264,4 @@ def strip(state: PanelState) -> Content:
         second.append(("mem", f"{short_bytes(stats.peak_memory_bytes)}/{short_bytes(planned)}"))
     if state.notices:
         second.append(("notes", f"{len(state.notices)} (F1)"))
-    return Content("\n").join([_joined(first), _joined(second)])
+    return [_joined(first), _joined(second)]
