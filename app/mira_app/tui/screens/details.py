@@ -5,6 +5,7 @@ It asks for the panels' snapshot itself, by a timer of its own, while it is show
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 from textual import getters
@@ -20,8 +21,8 @@ from mira_app.tui.widgets.panels.plots import PLOTS, HistoryPlot
 from mira_app.tui.widgets.residency_map import ResidencyMap
 
 MAP_INTERVAL_S = 0.5
-PLOT_INTERVAL_S = 2.0
-"""A plot costs some ten milliseconds, and changes little in less."""
+PLOT_INTERVAL_S = 1.0
+"""Time between two plots, which take turns: one costs some ten milliseconds."""
 
 
 class DetailsScreen(Screen[None]):
@@ -58,9 +59,12 @@ class DetailsScreen(Screen[None]):
     def on_mount(self) -> None:
         """Begins to ask."""
         self._show_map()
-        self._show_plots()
+        plots = self.query(HistoryPlot)
+        self._turns = itertools.cycle(plots)
+        for plot in plots:
+            plot.show(self._read_state().session)
         self.set_interval(MAP_INTERVAL_S, self._show_map)
-        self.set_interval(PLOT_INTERVAL_S, self._show_plots)
+        self.set_interval(PLOT_INTERVAL_S, self._show_next_plot)
 
     def _show_map(self) -> None:
         state = self._read_state()
@@ -70,9 +74,6 @@ class DetailsScreen(Screen[None]):
         self.figures.show(state)
         self.map.show(state.residency)
 
-    def _show_plots(self) -> None:
-        if not self.is_current:
-            return
-        session = self._read_state().session
-        for plot in self.query(HistoryPlot):
-            plot.show(session)
+    def _show_next_plot(self) -> None:
+        if self.is_current:
+            next(self._turns).show(self._read_state().session)

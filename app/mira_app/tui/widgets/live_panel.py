@@ -6,10 +6,13 @@ it says is made by pure functions from a `PanelState` (`panels.sections`).
 
 from __future__ import annotations
 
+from rich.segment import Segment
+from rich.style import Style as RichStyle
 from textual.content import Content
 from textual.events import Resize
 from textual.geometry import Region, Size
 from textual.strip import Strip
+from textual.style import Style
 from textual.visual import Visual
 from textual.widget import Widget
 
@@ -43,6 +46,9 @@ class LivePanel(Widget):
         self._drawn: list[list[Strip]] = []
         """The rows of each line; several where it wraps."""
         self._rows: list[Strip] = []
+        self._styles: dict[str, Style] = {}
+        self._blank = RichStyle.null()
+        """Of the widget; to ask for it at every line costs more than to draw one."""
 
     @property
     def content(self) -> Content:
@@ -51,7 +57,7 @@ class LivePanel(Widget):
 
     def on_mount(self) -> None:
         """Shows an empty state first."""
-        self._draw()
+        self._draw_anew()
 
     def on_resize(self, event: Resize) -> None:
         """Draws the column to its new width."""
@@ -78,6 +84,8 @@ class LivePanel(Widget):
 
     def _draw_anew(self) -> None:
         self._lines, self._drawn, self._rows = [], [], []
+        self._styles.clear()
+        self._blank = self.rich_style
         self._draw()
 
     def _draw(self) -> None:
@@ -99,7 +107,20 @@ class LivePanel(Widget):
             self.refresh(*(Region(0, y, self.size.width, 1) for y in changed))
 
     def _rows_of(self, line: Content) -> list[Strip]:
-        return Visual.to_strips(self, line, self._width, None, self.visual_style)
+        style, blank = self.visual_style, self._blank
+        if line.cell_length > self._width:
+            rows = Visual.to_strips(self, line, self._width, None, style)
+        else:  # No need to wrap, which costs most of it.
+            pieces = line.render(style, "", self._style_of)
+            rows = [Strip(Segment(text, piece.rich_style) for text, piece in pieces)]
+        return [row.adjust_cell_length(self._width, blank) for row in rows]
+
+    def _style_of(self, style: Style | str) -> Style:
+        if isinstance(style, Style):
+            return style
+        if style not in self._styles:
+            self._styles[style] = Style.parse(style)
+        return self._styles[style]
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
         """Asks for a row a line, and more for those that wrap."""
@@ -108,7 +129,8 @@ class LivePanel(Widget):
 
     def render_line(self, y: int) -> Strip:
         """Gives a row as it was drawn."""
-        width, style = self.size.width, self.rich_style
+        width = self.size.width
         if y >= len(self._rows):
-            return Strip.blank(width, style)
-        return self._rows[y].adjust_cell_length(width, style)
+            return Strip.blank(width, self._blank)
+        row = self._rows[y]
+        return row if row.cell_length == width else row.adjust_cell_length(width, self._blank)

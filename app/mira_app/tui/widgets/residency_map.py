@@ -55,6 +55,7 @@ class CacheGrid(Widget):
         self._rows: list[tuple[str, str]] = []
         self._cell_width = 1
         self._scale = ""
+        self._blank: Style | None = None
 
     @dataclass
     class Folded(Message):
@@ -86,6 +87,11 @@ class CacheGrid(Widget):
             width = self.size.width
             self.refresh(*(Region(0, y, width, 1) for y in changed))
 
+    def notify_style_update(self) -> None:
+        """Forgets what followed from the colours."""
+        self._blank = None
+        super().notify_style_update()
+
     def on_resize(self) -> None:
         """Folds to the new room."""
         self._fold()
@@ -115,14 +121,16 @@ class CacheGrid(Widget):
 
     def render_line(self, y: int) -> Strip:
         """Draws a row."""
+        if self._blank is None:
+            self._blank = self.rich_style
         if y >= len(self._rows):
-            return Strip.blank(self.size.width, self.rich_style)
+            return Strip.blank(self.size.width, self._blank)
         label, cells = self._rows[y]
         segments = [Segment(label, self._style("label"))] if label else []
         for mark, run in groupby(cells):
             text = _cell(mark, self._cell_width) * len(list(run))
             segments.append(Segment(text, self._style(_STYLE_OF[mark])))
-        return Strip(segments).adjust_cell_length(self.size.width, self.rich_style)
+        return Strip(segments).adjust_cell_length(self.size.width, self._blank)
 
     def _style(self, name: str) -> Style:
         return self.get_component_rich_style(f"cache-grid--{name}")

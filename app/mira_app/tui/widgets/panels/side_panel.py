@@ -15,6 +15,9 @@ from mira_app.tui.widgets.residency_map import ResidencyMap
 WIDTHS = (35, 48, 64)
 """Columns of the three widths, border, padding and scrollbar included."""
 
+REST_S = 0.5
+"""A picture stays so long: who reads needs no more, and each costs some milliseconds."""
+
 _MAP_ROWS = 16
 
 
@@ -60,6 +63,8 @@ class SidePanel(VerticalScroll):
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
         self._state = PanelState()
+        self._is_resting = True
+        self._is_due = False
 
     def compose(self) -> ComposeResult:
         """Puts the map below the figures."""
@@ -67,11 +72,22 @@ class SidePanel(VerticalScroll):
         yield ResidencyMap(max_rows=_MAP_ROWS)
 
     def show(self, state: PanelState) -> None:
-        """Shows a state; nothing is drawn while the panel is away."""
-        self._state = state
-        if self.is_open:
-            self.column.show(state)
-            self.map.show(state.residency)
+        """Shows a state: at once, or when the last one has been there for `REST_S`.
+
+        Nothing is drawn while the panel is away, or another screen over it.
+        """
+        self._state, self._is_due = state, True
+        if self._is_resting:
+            self._draw()
+
+    def _draw(self) -> None:
+        self._is_resting = not (self.is_open and self._is_due and self.screen.is_current)
+        if self._is_resting:
+            return
+        self._is_due = False
+        self.column.show(self._state)
+        self.map.show(self._state.residency)
+        self.set_timer(REST_S, self._draw)
 
     def action_resize(self, steps: int) -> None:
         """Takes a wider or a narrower width."""
@@ -89,4 +105,6 @@ class SidePanel(VerticalScroll):
         """Comes or goes."""
         self.set_class(not is_open, "-closed")
         if is_open and self.is_mounted:
-            self.show(self._state)
+            self._is_due = True
+            if self._is_resting:
+                self._draw()
