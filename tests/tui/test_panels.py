@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import replace
 
 import pytest
@@ -76,14 +77,14 @@ def test_lines_of_the_column_never_wrap_but_for_sentences(state: PanelState, wid
 def test_columns_with_extreme_figures_fit() -> None:
     stats = ReplyStats(
         num_prompt_tokens=131_072, num_cached_tokens=131_000, num_new_tokens=99_999,
-        ttft_s=9999.99, decode_s=99_999.0, elapsed_s=2e5, num_hits=999_999_999, num_misses=99_999_999,
-        bytes_moved=900 * 2**40, stall_s=9e4, verify_s=9.5e4, num_drafted=32 * 9999,
-        num_rounds=9999, num_accepted=31 * 9999, num_records_loaded=10**6,
+        ttft_s=9999.99, decode_s=99_999.0, elapsed_s=2e5, num_hits=999_999_999,
+        num_misses=99_999_999, bytes_moved=900 * 2**40, stall_s=9e4, verify_s=9.5e4,
+        num_drafted=32 * 9999, num_rounds=9999, num_accepted=31 * 9999, num_records_loaded=10**6,
         peak_memory_bytes=900 * 2**30, planned_memory_bytes=999 * 2**30,
     )  # fmt: skip
     for line in column(PanelState(stats=stats, plan=PLAN, link_bytes_per_s=6.4e10), COLUMN_WIDTH):
         assert line.cell_length <= COLUMN_WIDTH, str(line)
-    notices = tuple(Notice(code=str(i), text="t") for i in range(30))
+    notices = tuple(Notice(code=str(i), text="t") for i in range(9))
     for line in strip(PanelState(stats=stats, plan=PLAN, notices=notices)):
         assert line.cell_length <= 78, str(line)
 
@@ -177,8 +178,14 @@ async def show(pilot, state: PanelState) -> None:
     """Lets the side panel show a state, however recent its last one is."""
     pilot.app.show(state)
     side = pilot.app.screen_stack[1].query_one(SidePanel)
-    await until(pilot, lambda: not side.is_open or side.column._state is state)
-    await pilot.pause()
+    grid = side.query_one(CacheGrid)
+    layers_per_row = -(-len(state.residency.regions) // 16)
+    if side.is_open:
+        await until(pilot, lambda: side.column._state == state)
+        await until(pilot, lambda: grid.map and grid.map.layers_per_row == layers_per_row)
+        await until(pilot, lambda: side.column.size.height == len(side.column._rows))
+    for _ in range(3):
+        await pilot.pause()
 
 
 def drawn_rows(grid: CacheGrid) -> list[str]:
@@ -296,16 +303,15 @@ async def test_panels_take_the_colours_of_another_theme() -> None:
     async with app.run_test(size=(120, 60)) as pilot:
         await show(pilot, fed())
         column, grid = app.screen.side.column, app.screen.side.query_one(CacheGrid)
-        before = [
-            str(segment.style) for widget in (column, grid) for segment in widget.render_line(0)
-        ]
+
+        def styles() -> list[str]:
+            widgets = (column, grid)
+            return [str(segment.style) for widget in widgets for segment in widget.render_line(0)]
+
+        before = styles()
         app.theme = "textual-light"
-        await pilot.pause()
-        after = [
-            str(segment.style) for widget in (column, grid) for segment in widget.render_line(0)
-        ]
-        assert len(before) == len(after)
-        assert all(old != new for old, new in zip(before, after, strict=True))
+        await until(pilot, lambda: all(map(operator.ne, before, styles())))
+        assert len(styles()) == len(before)
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (20, 5)])

@@ -98,9 +98,10 @@ class CacheGrid(Widget):
         self.refresh()
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
-        """Asks for a row a layer."""
+        """Asks for a row a layer, or as many rows as a fold leaves."""
         del container, viewport, width
-        return min(self._max_rows, len(self._sample.regions)) if self._sample else 1
+        num_layers = len(self._sample.regions) if self._sample else 1
+        return -(-num_layers // -(-num_layers // self._max_rows))
 
     def _fold(self) -> None:
         self._map, self._rows = None, []

@@ -96,7 +96,16 @@ def short_bytes(num_bytes: float) -> str:
         return f"{num_bytes / 2**10:.0f}K"
     if num_bytes < 1000 * 2**20:
         return f"{num_bytes / 2**20:.0f}M"
-    return f"{num_bytes / 2**30:.{1 if num_bytes < 100 * 2**30 else 0}f}G"
+    if num_bytes < 1000 * 2**30:
+        return f"{num_bytes / 2**30:.{1 if num_bytes < 100 * 2**30 else 0}f}G"
+    return f"{num_bytes / 2**40:.1f}T"
+
+
+def short_count(number: int) -> str:
+    """Formats a number in six characters at most: `5210`, `1.3M`."""
+    if number < 10**6:
+        return str(number)
+    return f"{number / 1e6:.1f}M" if number < 10**9 else f"{number / 1e9:.1f}G"
 
 
 def mib(num_bytes: int) -> str:

@@ -20,6 +20,7 @@ from .drawing import (
     mib,
     row,
     short_bytes,
+    short_count,
     spark,
     stacked_bar,
     title,
@@ -83,7 +84,8 @@ def served_by(state: PanelState, width: int) -> list[Content]:
         entry = legend(part, name, share, width=14)
         past = spark([each[index] for each in history], width - 15, most=1.0)
         lines.append(Content.assemble(entry, " ", past))
-    lines.append(row("hits / misses", f"{stats.num_hits} / {stats.num_misses}", width=width))
+    hits, misses = short_count(stats.num_hits), short_count(stats.num_misses)
+    lines.append(row("hits / misses", f"{hits} / {misses}", width=width))
     return lines
 
 
@@ -238,7 +240,7 @@ def _joined(parts: list[Content | tuple[str, str]]) -> Content:
         else Content.assemble((part[0] + " ", LABEL), (part[1], VALUE))
         for part in parts
     ]
-    return Content("   ").join(whole)
+    return Content("  ").join(whole)
 
 
 def strip(state: PanelState, width: int = 78) -> list[Content]:
@@ -255,7 +257,7 @@ def strip(state: PanelState, width: int = 78) -> list[Content]:
         Content.assemble(_bar(shares, SERVED, 10), (f" {served}", VALUE)),
     ]
     second: list[Content | tuple[str, str]] = [
-        ("stalls", f"{stats.stall_ms_per_token:.1f} ms"),
+        ("stalls", f"{_ms(stats.stall_ms_per_token)} ms"),
         ("accepted", accepted_text(stats, plan)),
         ("moved", short_bytes(stats.bytes_moved)),
     ]
