@@ -21,7 +21,7 @@ from mira_app.tui.widgets.panels.plots import PLOTS, HistoryPlot
 from mira_app.tui.widgets.residency_map import ResidencyMap
 
 MAP_INTERVAL_S = 0.5
-PLOT_INTERVAL_S = 1.0
+PLOT_INTERVAL_S = 2.0
 """Time between two plots, which take turns: one costs some ten milliseconds."""
 
 

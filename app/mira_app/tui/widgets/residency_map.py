@@ -162,6 +162,12 @@ class ResidencyMap(Vertical):
             height: auto;
         }
 
+        .head {
+            height: 1;
+            text-wrap: nowrap;
+            text-overflow: ellipsis;
+        }
+
         .cache-grid--label {
             color: $text-muted;
         }
@@ -199,7 +205,7 @@ class ResidencyMap(Vertical):
     def __init__(self, *, max_rows: int = 64, id: str | None = None) -> None:
         super().__init__(id=id)
         self._grid = CacheGrid(max_rows=max(_FEWEST_ROWS, max_rows))
-        self._head = Static(Content.styled("Cache map", TITLE))
+        self._head = Static(_head(None), classes="head")
         self._legend = Static(_legend(), classes="legend")
         self._sample: ResidencySample | None = None
 
