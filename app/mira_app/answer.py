@@ -258,6 +258,7 @@ class Answerer:
                 request_id=self._client.new_request_id(),
                 messages=tuple(ChatMessage(role=r, content=c) for r, c in roles if c),
                 sampling=settings.sampling,
+                is_residency_wanted=False,
             )
         )
         sanitiser = Sanitiser()

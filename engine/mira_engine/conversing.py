@@ -7,8 +7,7 @@ thread.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Protocol
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -29,12 +28,18 @@ from .events import (
 from .model.chat import ChatRenderer, Detokeniser, reply_marks
 from .model.context_limit import CountTokens, FittedChat, fit_chat, reply_room
 from .model.reply_parts import ReplyParts, ReplyPiece, split_reply
+from .runtime.telemetry import LiveSamples
 from .types import FinishReason, ReplyPart
 
-_SAMPLE_INTERVAL_S = 0.25
-
-Sample = StatsSample | ResidencySample
-ReplyEvent = ContextTrimmed | PromptProgress | TokenDelta | Sample | Notice | GenerationDone
+ReplyEvent = (
+    ContextTrimmed
+    | PromptProgress
+    | TokenDelta
+    | StatsSample
+    | ResidencySample
+    | Notice
+    | GenerationDone
+)
 
 
 class Replier(Protocol):
@@ -59,9 +64,6 @@ class Replier(Protocol):
     def stats(self) -> ReplyStats:
         """Returns the figures so far."""
 
-    def samples(self, request_id: str) -> Iterable[Sample]:
-        """Returns what panels show of the running reply."""
-
 
 class ChatStream:
     """Answers chats with the tokens of a replier.
@@ -82,7 +84,11 @@ class ChatStream:
         return ChatRenderer(self._known_tokenizer()).render(messages)
 
     def stream(
-        self, request_id: str, messages: Sequence[ChatMessage], sampling: SamplingConfig
+        self,
+        request_id: str,
+        messages: Sequence[ChatMessage],
+        sampling: SamplingConfig,
+        live: LiveSamples,
     ) -> Iterator[ReplyEvent]:
         """Answers a chat; see `Engine.stream`."""
         tokenizer = self._known_tokenizer()
@@ -110,7 +116,6 @@ class ChatStream:
             split_reply(renderer.template, text),
         )
         reply = self._replier.reply(prompt, sampling)
-        next_sample = time.perf_counter() + _SAMPLE_INTERVAL_S
         reason = FinishReason.STOP
         while True:
             try:
@@ -122,10 +127,9 @@ class ChatStream:
                 yield from writer.take(step, is_end=step in self._replier.end_ids)
             else:
                 yield PromptProgress(request_id=request_id, done=step[0], total=step[1])
-            if time.perf_counter() >= next_sample:
-                next_sample = time.perf_counter() + _SAMPLE_INTERVAL_S
-                yield from self._replier.samples(request_id)
+            yield from live.due()
         yield from writer.finish()
+        yield from live.last()
         yield GenerationDone(
             request_id=request_id,
             text=writer.whole(ReplyPart.ANSWER),

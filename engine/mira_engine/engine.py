@@ -15,14 +15,14 @@ import torch
 
 from .checkpoint.store import ExpertStore
 from .config import EngineConfig, SamplingConfig
-from .conversing import ChatStream, ReplyEvent, Sample
+from .conversing import ChatStream, ReplyEvent
 from .errors import (
     CancelledError,
     ContextLengthError,
     StoreError,
     check_cancelled,
 )
-from .events import ChatMessage, Notice, ReplyStats, StatsSample
+from .events import ChatMessage, Notice, ReplyStats, ResidencySample
 from .fallbacks import load_fallbacks
 from .library import ModelHome
 from .load_plan import LoadPlan, make_load_plan
@@ -42,11 +42,12 @@ from .runtime.beam import BeamResult, beam_search
 from .runtime.device import make_device
 from .runtime.draft import DraftStage, DraftWindow
 from .runtime.executor import ExpertExecutor
+from .runtime.expert_map import RoutingHeat, region_rows
 from .runtime.native_path import NativePath
 from .runtime.passes import ModelPasses
 from .runtime.probe import bound_kernel_cache, default_num_threads
 from .runtime.requests import BatchEvent, in_turn, make_requests
-from .runtime.telemetry import MemoryProbe, ReplyMeter
+from .runtime.telemetry import LiveSamples, MemoryProbe, ReplyMeter
 from .trace import TracedRound, TraceHeader, TraceRecorder
 from .types import (
     CompileMode,
@@ -351,14 +352,25 @@ class Engine:
         self._cancelled.clear()
 
     def stream(
-        self, request_id: str, messages: Sequence[ChatMessage], sampling: SamplingConfig
+        self,
+        request_id: str,
+        messages: Sequence[ChatMessage],
+        sampling: SamplingConfig,
+        *,
+        is_residency_wanted: bool = False,
     ) -> Iterator[ReplyEvent]:
         """Answers a chat.
 
+        Args:
+            request_id: Given in every event.
+            messages: The chat.
+            sampling: How tokens are chosen.
+            is_residency_wanted: Whether pictures of the expert cache are wanted, too.
+
         Yields:
             `ContextTrimmed` first where the oldest turns were left out, prompt progress, text
-            deltas, figures at most four times a second, and at the end `GenerationDone`, also
-            when it was cancelled.
+            deltas, figures as often as `LiveSamples` says, and at the end `GenerationDone`,
+            also when it was cancelled.
 
         Raises:
             ContextLengthError: System prompt and last question alone do not fit the context.
@@ -366,11 +378,14 @@ class Engine:
             NonFiniteError: nan in the logits.
             StoreError: A record cannot be read.
         """
-        yield from self._chats.stream(request_id, messages, sampling)
-
-    def samples(self, request_id: str) -> tuple[Sample, ...]:
-        """Returns what panels show of the running reply."""
-        return (StatsSample(request_id=request_id, stats=self.stats()),)
+        if is_residency_wanted:
+            self._count_heat()
+        live = LiveSamples(
+            request_id,
+            stats=self.stats,
+            residency=self.residency_sample if is_residency_wanted else None,
+        )
+        yield from self._chats.stream(request_id, messages, sampling, live)
 
     def reply(
         self, prompt: Sequence[int], sampling: SamplingConfig
@@ -499,7 +514,9 @@ class Engine:
         candidates = [history[-1], *(d.token for d in drafted)]
         phase = Phase.VERIFY if drafted else Phase.DECODE
         logits = self.passes.forward(candidates, phase, num_logits=len(candidates))
+        sampling_since = time.perf_counter()
         num_accepted, following = sampler.accept(history, drafted, logits)
+        meter.sample_s += time.perf_counter() - sampling_since
         self.state.rollback(len(drafted) - num_accepted)
         self._num_verified = self.state.num_cached
         meter.verify_s += time.perf_counter() - started
@@ -642,6 +659,21 @@ class Engine:
             peak_memory_bytes=self._probe.peak_bytes(),
             planned_memory_bytes=self.plan.total_bytes,
         )
+
+    def residency_sample(self, request_id: str) -> ResidencySample:
+        """Returns where every expert is, and how busy: counted since the first call."""
+        setup, residency = self.cache_setup, self.executor.driver.residency
+        return ResidencySample(
+            request_id=request_id,
+            regions=region_rows(residency, setup.num_layers, setup.num_experts),
+            heat=self._count_heat().rows(),
+        )
+
+    def _count_heat(self) -> RoutingHeat:
+        setup, executor = self.cache_setup, self.executor
+        if executor.heat is None:
+            executor.heat = RoutingHeat(setup.num_layers, setup.num_experts, setup.top_k)
+        return executor.heat
 
     def close(self) -> None:
         """Stops the readers and what is compiled in the background, gives the memory back."""

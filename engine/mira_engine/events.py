@@ -133,6 +133,7 @@ class ReplyStats:
         num_prompt_tokens: Tokens of the rendered chat.
         num_cached_tokens: Of those, taken from the KV cache.
         num_new_tokens: Tokens generated.
+        elapsed_s: Seconds from the request to these figures.
         ttft_s: Seconds from the request to the first token.
         decode_s: Seconds from the first token to the last.
         num_hits: Routed tokens (token x expert) after prefill served by a resident expert.
@@ -147,9 +148,10 @@ class ReplyStats:
         prefill_bytes_moved: Bytes of records moved during prefill.
         stall_s: Seconds after prefill in which compute waited for a record.
         prefetch_stall_s: Of those, for records that were on their way before they were needed.
-        sample_s: Seconds spent choosing tokens from logits after prefill.
+        sample_s: Seconds of judging the draft and choosing the next token from a target pass.
         draft_s: Seconds spent drafting.
-        verify_s: Seconds spent in target passes after prefill, stalls included.
+        verify_s: Seconds spent in target passes after prefill, `stall_s` and `sample_s`
+            included.
         num_drafted: Draft tokens proposed.
         num_accepted: Draft tokens accepted.
         num_rounds: Draft and verify rounds.
@@ -165,6 +167,7 @@ class ReplyStats:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_new_tokens: int = 0
+    elapsed_s: float = 0.0
     ttft_s: float = 0.0
     decode_s: float = 0.0
     num_hits: int = 0
@@ -301,11 +304,16 @@ class ProfileModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generate:
-    """Answer a chat with the loaded model."""
+    """Answer a chat with the loaded model.
+
+    Attributes:
+        is_residency_wanted: Whether `ResidencySample` is to be sent meanwhile.
+    """
 
     request_id: str
     messages: tuple[ChatMessage, ...]
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    is_residency_wanted: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -538,13 +546,15 @@ class ContextTrimmed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResidencySample:
-    """Where every expert is now, and how much it is used; at most four times a second.
+    """Where every expert is now, and how much it is used.
+
+    At most twice a second while a reply is made, and once at its end.
 
     Attributes:
         regions: For each MoE layer one character an expert: `H` for HOT, `S` for STAGE, `s`
             on its way there, `.` not on the device. Without regions all residents are `S`.
-        heat: For each MoE layer one digit an expert, `0` to `9`: its share of the tokens
-            routed lately, `9` for the busiest expert of all.
+        heat: For each MoE layer one digit an expert: `9` for the busiest of the model by
+            tokens routed lately, `0` for those without any.
     """
 
     request_id: str

@@ -365,7 +365,13 @@ class Worker:
     def _generate(self, job: Generate) -> None:
         if self._engine is None:
             raise MiraError("No model is loaded.", hint="Pick a model first.")
-        for event in self._engine.stream(job.request_id, job.messages, job.sampling):
+        events = self._engine.stream(
+            job.request_id,
+            job.messages,
+            job.sampling,
+            is_residency_wanted=job.is_residency_wanted,
+        )
+        for event in events:
             self._writer.send(event)
         self._engine.take_compiled()
 

@@ -130,6 +130,7 @@ MESSAGES = [
         request_id="r",
         messages=(events.ChatMessage(role="user", content="naïve\n\t\u2028 🦀"),),
         sampling=SamplingConfig(temperature=0.7, seed=3),
+        is_residency_wanted=False,
     ),
     events.Cancel(request_id="r"),
     events.Shutdown(),

@@ -171,6 +171,13 @@ class ExpertCacheDriver:
         return bool(self._waiting or self._missing)
 
     @property
+    def is_miss_awaited(self) -> bool:
+        """Whether the open layer waits for an expert that was not even on its way to it."""
+        return bool(self._missing) or any(
+            awaited.served_by is ServedBy.MISS for awaited in self._waiting.values()
+        )
+
+    @property
     def has_layer_ends(self) -> bool:
         """Whether `leave_layer` does anything for a layer that was whole from the start."""
         return self._has_regions

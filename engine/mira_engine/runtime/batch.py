@@ -186,6 +186,7 @@ class BatchDecoder:
         phase = Phase.VERIFY if any(drafted) else Phase.DECODE
         logits = self._verify(candidates, phase)
         kept, new_tokens = [], []
+        sampling_since = time.perf_counter()
         for row, (request, drafts) in enumerate(zip(self._rows, drafted, strict=True)):
             if request.reason is not None:
                 kept.append(0)
@@ -198,6 +199,7 @@ class BatchDecoder:
             if drafts:
                 meter.num_rounds += 1
                 meter.num_accepted += num_accepted
+        meter.sample_s += time.perf_counter() - sampling_since
         self.state.keep(logits.shape[1], kept)
         meter.verify_s += time.perf_counter() - started
         self._executor.end_pass(sum(map(len, new_tokens)))

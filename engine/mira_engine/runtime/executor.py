@@ -36,6 +36,7 @@ from ..policy.driver import ExpertCacheDriver
 from ..predictor.bank import PredictorBank
 from ..trace import TraceRecorder
 from ..types import ExpertId, Phase, ServedBy
+from .expert_map import RoutingHeat
 from .fused import FusedExperts, FusedPlan, lookahead_counts
 from .slots import DraftArena, SlotDraft
 from .telemetry import ReplyMeter, TrafficCounters
@@ -80,6 +81,8 @@ class ExpertExecutor:
         self._is_draft_in_slots = False
         self.predictor: PredictorBank | None = None
         """Tells what a later layer will need; used where the driver finds it worth it."""
+        self.heat: RoutingHeat | None = None
+        """Counts what is routed, once somebody looks."""
         self._seen: tuple[TrafficCounters, int, float, float, float] | None = None
         """Counters, and what of them the driver knows already."""
         self._ended_at = 0.0
@@ -173,7 +176,10 @@ class ExpertExecutor:
         """Computes a layer's experts as they are there, until all are."""
         driver, is_open = self.driver, True
         try:
-            ready = self.obey(driver.enter_layer(layer, plan.demand()))
+            demand = plan.demand()
+            if self.heat is not None:
+                self.heat.record(layer, demand)
+            ready = self.obey(driver.enter_layer(layer, demand))
             is_open = driver.is_layer_open
             if self.predictor is not None and driver.is_prediction_wanted:
                 self._stage_predicted(layer, hidden, top_k_index)
@@ -247,9 +253,13 @@ class ExpertExecutor:
 
     def _await_some(self) -> list[tuple[ExpertId, int]]:
         """Waits for a record. Returns experts that can be computed now."""
+        traffic, is_miss_awaited = self._traffic(), self.driver.is_miss_awaited
         started = time.perf_counter()
         landed = self.transfer.wait_any(_WAIT_SLICE_S)
-        self._traffic().stall_s += time.perf_counter() - started
+        elapsed = time.perf_counter() - started
+        traffic.stall_s += elapsed
+        if not is_miss_awaited:
+            traffic.prefetch_stall_s += elapsed
         ready = self.collect(landed)
         check_cancelled(self.is_cancelled)
         return ready

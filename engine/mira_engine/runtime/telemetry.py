@@ -1,4 +1,4 @@
-"""Counters of one reply, and how they become `ReplyStats`.
+"""Counters of one reply, how they become `ReplyStats`, and when these are due.
 
 Written by the engine thread only. Prefill is counted apart from what follows it, since
 its hits and stalls say nothing about decoding.
@@ -7,13 +7,16 @@ its hits and stalls say nothing about decoding.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
-from ..events import ReplyStats
+from ..events import ReplyStats, ResidencySample, StatsSample
+
+STATS_INTERVAL_S = 0.25
+RESIDENCY_INTERVAL_S = 0.5
 
 
 @dataclass(slots=True)
@@ -33,6 +36,7 @@ class TrafficCounters:
     planning_s: float = 0.0
     predicting_s: float = 0.0
     stall_s: float = 0.0
+    prefetch_stall_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -52,6 +56,7 @@ class ReplyMeter:
     num_eager_passes: int = 0
     draft_s: float = 0.0
     verify_s: float = 0.0
+    sample_s: float = 0.0
     num_draft_tokens: int = 0
     governor_reason: str = ""
     started_at: float = 0.0
@@ -79,6 +84,7 @@ class ReplyMeter:
             num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens,
             num_new_tokens=self.num_new_tokens,
+            elapsed_s=self.clock() - self.started_at,
             ttft_s=first - self.started_at if first is not None else 0.0,
             decode_s=last - first if first is not None and last is not None else 0.0,
             num_hits=traffic.num_hits,
@@ -92,6 +98,8 @@ class ReplyMeter:
             bytes_moved=traffic.num_bytes,
             prefill_bytes_moved=self.prefill.num_bytes,
             stall_s=traffic.stall_s,
+            prefetch_stall_s=traffic.prefetch_stall_s,
+            sample_s=self.sample_s,
             draft_s=self.draft_s,
             verify_s=self.verify_s,
             num_drafted=self.num_drafted,
@@ -105,6 +113,48 @@ class ReplyMeter:
             peak_memory_bytes=peak_memory_bytes,
             planned_memory_bytes=planned_memory_bytes,
         )
+
+
+class LiveSamples:
+    """Says at each step of a reply which figures are due.
+
+    Args:
+        request_id: Of the reply.
+        stats: Takes the figures.
+        residency: Makes a picture of the cache; `None` where nobody looks.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        *,
+        stats: Callable[[], ReplyStats],
+        residency: Callable[[str], ResidencySample] | None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._request_id = request_id
+        self._stats = stats
+        self._residency = residency
+        self._clock = clock
+        now = clock()
+        self._stats_at = now + STATS_INTERVAL_S
+        self._residency_at = now + RESIDENCY_INTERVAL_S
+
+    def due(self) -> Iterator[StatsSample | ResidencySample]:
+        """Yields what is due now."""
+        now = self._clock()
+        if now >= self._stats_at:
+            self._stats_at = now + STATS_INTERVAL_S
+            yield StatsSample(request_id=self._request_id, stats=self._stats())
+        if self._residency is not None and now >= self._residency_at:
+            self._residency_at = now + RESIDENCY_INTERVAL_S
+            yield self._residency(self._request_id)
+
+    def last(self) -> Iterator[ResidencySample]:
+        """Yields what a reply ends with besides its own figures."""
+        if self._residency is not None:
+            yield self._residency(self._request_id)
 
 
 class MemoryProbe:

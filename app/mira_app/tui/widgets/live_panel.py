@@ -1,174 +1,136 @@
 """The live panel: where the time and the memory of a reply go.
 
 A column beside the chat where there is room, two lines under it where there is not. What
-it says is made by pure functions from a `PanelState`; no sign is by colour alone.
+it says is made by pure functions from a `PanelState` (`panels.sections`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
-from mira_engine.api import MemoryPlan, Notice, ReplyStats, format_bytes
+from rich.segment import Segment
+from rich.style import Style as RichStyle
 from textual.content import Content
-from textual.widgets import Static
+from textual.events import Resize
+from textual.geometry import Region, Size
+from textual.strip import Strip
+from textual.style import Style
+from textual.visual import Visual
+from textual.widget import Widget
 
-from mira_app.figures import bytes_per_load, count
-from mira_app.sanitise import sanitise
+from mira_app.panel_history import PanelState
+
+from .panels.sections import column, strip
 
 COLUMN_WIDTH = 30
-"""Characters of a line of the column."""
-
-_LABEL, _VALUE, _FILLED, _EMPTY = "$foreground 60%", "bold", "$primary", "$foreground 20%"
+"""Fewest characters of a line of the column."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PanelState:
-    """Everything the panel shows."""
+class LivePanel(Widget):
+    """Shows a `PanelState`; draws only the lines that changed.
 
-    stats: ReplyStats = field(default_factory=ReplyStats)
-    plan: MemoryPlan | None = None
-    notices: tuple[Notice, ...] = ()
+    Figures change four times a second, most lines less often: drawn as one text, the panel
+    would cost the app twice as much.
 
+    Args:
+        is_column: Whether to draw a column as wide as there is room, or two lines.
+        id: For style sheets and queries.
+    """
 
-def bar(share: float, width: int) -> Content:
-    """Draws a share of 0 to 1; the two parts differ in form as well as in colour."""
-    filled = round(max(0.0, min(1.0, share)) * width)
-    return Content.assemble(("━" * filled, _FILLED), ("╌" * (width - filled), _EMPTY))
-
-
-def _row(label: str, value: str) -> Content:
-    gap = " " * max(1, COLUMN_WIDTH - len(label) - len(value))
-    return Content.assemble((label, _LABEL), gap, (value, _VALUE))
-
-
-def _title(text: str) -> Content:
-    return Content.styled(text, "bold $primary")
-
-
-def _memory_share(stats: ReplyStats) -> float:
-    planned = stats.planned_memory_bytes
-    return stats.peak_memory_bytes / planned if planned else 0.0
-
-
-def _mib(num_bytes: int) -> str:
-    """Formats bytes in short, for pairs such as `800/900 MiB`."""
-    return f"{num_bytes / 2**20:.0f}"
-
-
-def _accepted(stats: ReplyStats, plan: MemoryPlan | None) -> str:
-    if plan is not None and plan.num_draft_tokens == 0:
-        return "no drafting"
-    if not stats.num_rounds:
-        return "-"
-    return f"{stats.accepted_per_round:.2f} of {stats.num_drafted / stats.num_rounds:.3g}"
-
-
-def _depth(stats: ReplyStats, plan: MemoryPlan | None) -> list[Content]:
-    """K in force, and why where that can change."""
-    if not stats.governor_reason:
-        return [_row("K", str(plan.num_draft_tokens) if plan is not None else "-")]
-    _, _, reason = stats.governor_reason.partition(": ")
-    return [
-        _row("K", str(stats.num_draft_tokens)),
-        Content.styled(sanitise(reason), _LABEL),
-    ]
-
-
-def column(state: PanelState) -> Content:
-    """Returns the panel as a column, `COLUMN_WIDTH` wide."""
-    stats, plan = state.stats, state.plan
-    has_routed = stats.num_hits + stats.num_misses > 0
-    lines = [
-        _title("Speed"),
-        _row("tokens/s", f"{stats.tokens_per_s:.1f}" if stats.tokens_per_s else "-"),
-        _row("first token", f"{stats.ttft_s:.2f} s" if stats.ttft_s else "-"),
-        _row("prompt", f"{stats.num_prompt_tokens} ({stats.num_cached_tokens} cached)"),
-        _row("reply", count(stats.num_new_tokens, "token")),
-        Content(""),
-        _title("Experts"),
-        _row("hit rate", f"{stats.hit_rate:.1%}" if has_routed else "-"),
-        bar(stats.hit_rate, COLUMN_WIDTH),
-        _row("hits / misses", f"{stats.num_hits} / {stats.num_misses}"),
-        _row("stalls", f"{stats.stall_ms_per_token:.1f} ms/token"),
-        _row("moved", format_bytes(stats.bytes_moved)),
-        _row("per miss", format_bytes(bytes_per_load(stats))),
-        Content(""),
-        _title("Drafting"),
-        *_depth(stats, plan),
-        _row("accepted per round", _accepted(stats, plan)),
-        Content(""),
-        _title("Memory"),
-    ]
-    if plan is not None:
-        planned = stats.planned_memory_bytes or plan.total_bytes
-        lines += [
-            _row("peak / plan", f"{_mib(stats.peak_memory_bytes)} / {_mib(planned)} MiB"),
-            bar(_memory_share(stats), COLUMN_WIDTH),
-            _row(
-                "experts / budget",
-                f"{_mib(stats.expert_peak_bytes)} / {_mib(plan.budget_bytes)} MiB",
-            ),
-            _row("slots", f"{plan.num_slots} of {plan.num_experts} experts"),
-        ]
-    else:
-        lines.append(Content.styled("no model loaded", _LABEL))
-    if state.notices:
-        lines += [Content(""), _title("Notes")]
-        lines += [Content(sanitise(notice.text)) for notice in state.notices]
-    return Content("\n").join(lines)
-
-
-def _joined(parts: list[Content | tuple[str, str]]) -> Content:
-    whole = [
-        part
-        if isinstance(part, Content)
-        else Content.assemble((part[0] + " ", _LABEL), (part[1], _VALUE))
-        for part in parts
-    ]
-    return Content("   ").join(whole)
-
-
-def strip(state: PanelState) -> Content:
-    """Returns the panel as two lines of at most 78 characters."""
-    stats, plan = state.stats, state.plan
-    has_routed = stats.num_hits + stats.num_misses > 0
-    hits = Content.assemble(
-        ("hits ", _LABEL),
-        bar(stats.hit_rate, 10),
-        (f" {stats.hit_rate:.0%}" if has_routed else " -", _VALUE),
-    )
-    first: list[Content | tuple[str, str]] = [
-        ("tok/s", f"{stats.tokens_per_s:.1f}" if stats.tokens_per_s else "-"),
-        ("first", f"{stats.ttft_s:.2f} s" if stats.ttft_s else "-"),
-        hits,
-        ("stalls", f"{stats.stall_ms_per_token:.1f} ms/tok"),
-    ]
-    second: list[Content | tuple[str, str]] = [
-        ("accepted", _accepted(stats, plan)),
-        ("moved", format_bytes(stats.bytes_moved)),
-    ]
-    if plan is not None:
-        planned = stats.planned_memory_bytes or plan.total_bytes
-        second.append(("mem", f"{_mib(stats.peak_memory_bytes)}/{_mib(planned)} MiB"))
-    if state.notices:
-        second.append(("notes", f"{len(state.notices)} (F1)"))
-    return Content("\n").join([_joined(first), _joined(second)])
-
-
-class LivePanel(Static):
-    """Shows a `PanelState`; draws only when it changed."""
+    DEFAULT_CSS = "LivePanel { height: auto; }"
 
     def __init__(self, *, is_column: bool, id: str) -> None:
         super().__init__(id=id)
-        self._draw = column if is_column else strip
-        self._state: PanelState | None = None
+        self._is_column = is_column
+        self._state = PanelState()
+        self._width = COLUMN_WIDTH
+        self._lines: list[Content] = []
+        self._drawn: list[list[Strip]] = []
+        """The rows of each line; several where it wraps."""
+        self._rows: list[Strip] = []
+        self._styles: dict[str, Style] = {}
+        self._blank = RichStyle.null()
+        """Of the widget; to ask for it at every line costs more than to draw one."""
+
+    @property
+    def content(self) -> Content:
+        """What it says."""
+        return Content("\n").join(self._lines)
 
     def on_mount(self) -> None:
         """Shows an empty state first."""
-        self.show(PanelState())
+        self._draw_anew()
+
+    def on_resize(self, event: Resize) -> None:
+        """Draws the column to its new width."""
+        del event
+        width = self.content_size.width
+        if self._is_column:
+            width = max(COLUMN_WIDTH, width)
+        if width and width != self._width:
+            self._width = width
+            self._draw_anew()
+
+    def notify_style_update(self) -> None:
+        """Draws anew in other colours."""
+        super().notify_style_update()
+        if self.is_mounted:
+            self._draw_anew()
 
     def show(self, state: PanelState) -> None:
         """Shows a state."""
-        if state != self._state:
-            self._state = state
-            self.update(self._draw(state))
+        if state is self._state or state == self._state:
+            return
+        self._state = state
+        self._draw()
+
+    def _draw_anew(self) -> None:
+        self._lines, self._drawn, self._rows = [], [], []
+        self._styles.clear()
+        self._blank = self.rich_style
+        self._draw()
+
+    def _draw(self) -> None:
+        lines = (column if self._is_column else strip)(self._state, self._width)
+        known = list(zip(self._lines, self._drawn, strict=True))
+        known += [(Content("\0"), [])] * (len(lines) - len(known))
+        self._drawn = [
+            drawn if line.is_same(before) else self._rows_of(line)
+            for line, (before, drawn) in zip(lines, known, strict=False)
+        ]
+        self._lines = lines
+        rows, self._rows = self._rows, [row for drawn in self._drawn for row in drawn]
+        if len(rows) != len(self._rows):
+            self.refresh(layout=True)
+            return
+        # What did not change was taken over, and is the same object.
+        changed = [y for y, row in enumerate(rows) if row is not self._rows[y]]
+        if changed:
+            self.refresh(*(Region(0, y, self.size.width, 1) for y in changed))
+
+    def _rows_of(self, line: Content) -> list[Strip]:
+        style, blank = self.visual_style, self._blank
+        if line.cell_length > self._width:
+            rows = Visual.to_strips(self, line, self._width, None, style)
+        else:  # No need to wrap, which costs most of it.
+            pieces = line.render(style, "", self._style_of)
+            rows = [Strip(Segment(text, piece.rich_style) for text, piece in pieces)]
+        return [row.adjust_cell_length(self._width, blank) for row in rows]
+
+    def _style_of(self, style: Style | str) -> Style:
+        if isinstance(style, Style):
+            return style
+        if style not in self._styles:
+            self._styles[style] = Style.parse(style)
+        return self._styles[style]
+
+    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
+        """Asks for a row a line, and more for those that wrap."""
+        del container, viewport, width
+        return len(self._rows)
+
+    def render_line(self, y: int) -> Strip:
+        """Gives a row as it was drawn."""
+        width = self.size.width
+        if y >= len(self._rows):
+            return Strip.blank(width, self._blank)
+        row = self._rows[y]
+        return row if row.cell_length == width else row.adjust_cell_length(width, self._blank)

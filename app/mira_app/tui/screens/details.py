@@ -1,0 +1,79 @@
+"""Everything about the engine at full size: the residency map and plots of the session.
+
+It asks for the panels' snapshot itself, by a timer of its own, while it is shown.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+from textual import getters
+from textual.app import ComposeResult
+from textual.binding import Binding
+from textual.containers import Container, Grid, VerticalScroll
+from textual.screen import Screen
+from textual.widgets import Footer
+
+from mira_app.panel_history import PanelState
+from mira_app.tui.widgets.live_panel import LivePanel
+from mira_app.tui.widgets.panels.plots import PLOTS, HistoryPlot
+from mira_app.tui.widgets.residency_map import ResidencyMap
+
+MAP_INTERVAL_S = 0.5
+PLOT_INTERVAL_S = 2.0
+"""Time between two plots, which take turns: one costs some ten milliseconds."""
+
+
+class DetailsScreen(Screen[None]):
+    """Closed by Esc or F4.
+
+    Args:
+        state: Gives the present snapshot.
+    """
+
+    CSS_PATH = "details.tcss"
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-wide")]
+    BINDINGS = [
+        Binding("escape,f4", "app.pop_screen", "Back", id="details.close"),
+    ]
+
+    figures = getters.query_one("#figures", LivePanel)
+    map = getters.query_one(ResidencyMap)
+
+    def __init__(self, state: Callable[[], PanelState]) -> None:
+        super().__init__()
+        self._read_state = state
+        self._figures_of: PanelState | None = None
+
+    def compose(self) -> ComposeResult:
+        """Puts the map beside the plots, or above them where it is narrow."""
+        yield LivePanel(is_column=False, id="figures")
+        with VerticalScroll(id="body"), Container(id="both"):
+            yield ResidencyMap()
+            with Grid(id="plots"):
+                for title in PLOTS:
+                    yield HistoryPlot(title)
+        yield Footer(show_command_palette=False)
+
+    def on_mount(self) -> None:
+        """Begins to ask."""
+        self._show_map()
+        plots = self.query(HistoryPlot)
+        self._turns = itertools.cycle(plots)
+        for plot in plots:
+            plot.show(self._read_state().session)
+        self.set_interval(MAP_INTERVAL_S, self._show_map)
+        self.set_interval(PLOT_INTERVAL_S, self._show_next_plot)
+
+    def _show_map(self) -> None:
+        state = self._read_state()
+        if not self.is_current or state is self._figures_of:
+            return
+        self._figures_of = state
+        self.figures.show(state)
+        self.map.show(state.residency)
+
+    def _show_next_plot(self) -> None:
+        if self.is_current:
+            next(self._turns).show(self._read_state().session)

@@ -1,0 +1,1 @@
+"""The panels: pure drawing from one `PanelState`, and the widgets that hold it."""
