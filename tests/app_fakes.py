@@ -134,12 +134,12 @@ class FakeEngineClient:
 
 
 def main() -> None:
-    from mira_app import cli
+    from mira_app import cli, wiring
 
     marker, modes = Path(sys.argv[1]), [mode for mode in sys.argv[2].split(",") if mode]
     sys.argv = ["mira-chat", *sys.argv[3:]]
-    cli.make_catalog = lambda: FakeCatalog(marker=marker)
-    cli.make_client = lambda: PatientEngineClient(
+    wiring.make_catalog = lambda: FakeCatalog(marker=marker)
+    wiring.make_client = lambda: PatientEngineClient(
         fake_engine_command(f"marker={marker}", *modes), log_dir=marker.parent / "logs"
     )
     cli.main()
