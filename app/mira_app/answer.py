@@ -100,7 +100,7 @@ class ReplyStreams:
         self._out, self._err = out, err
         self._dim = ("\x1b[2m", "\x1b[0m") if is_dimmed else ("", "")
         self._sanitisers = {part: Sanitiser() for part in ReplyPart}
-        self._last = {part: "" for part in ReplyPart}
+        self._last = dict.fromkeys(ReplyPart, "")
 
     def write(self, delta: TokenDelta) -> None:
         """Writes a piece of the reply, made safe for a terminal."""

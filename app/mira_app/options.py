@@ -30,9 +30,7 @@ ModelArgument = Annotated[
 ]
 
 OPTIONS: dict[str, Any] = {
-    "model": Annotated[
-        str | None, option("--model", metavar="M", help="`builtin`, or a folder.")
-    ],
+    "model": Annotated[str | None, option("--model", metavar="M", help="`builtin`, or a folder.")],
     "budget": Annotated[
         str | None,
         option(
@@ -97,7 +95,9 @@ OPTIONS: dict[str, Any] = {
     ],
     "link_rate": Annotated[
         str | None,
-        option("--link-rate", metavar="500MB", help="Hold the expert link to this rate per second."),
+        option(
+            "--link-rate", metavar="500MB", help="Hold the expert link to this rate per second."
+        ),
     ],
     "link_latency": Annotated[
         float | None,

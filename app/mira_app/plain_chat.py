@@ -229,9 +229,7 @@ class PlainChat:
         self._has_failed = False
         try:
             answer.loaded = self._ensure_loaded()
-            self._answerer.reply(
-                conversation.messages(), self._settings.sampling, answer, streams
-            )
+            self._answerer.reply(conversation.messages(), self._settings.sampling, answer, streams)
             if answer.reason is FinishReason.CANCELLED:
                 status = TurnStatus.STOPPED
             elif answer.reason in (FinishReason.LENGTH, FinishReason.CONTEXT):

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
+    from mira_engine.api import ConfigError
+
     from .answer import Answerer
     from .catalog import Catalog
     from .engine_client import EngineClient
@@ -77,6 +79,39 @@ def opened_history() -> Iterator[tuple[Any | None, Any | None]]:
         yield store, history.StoredChat
     finally:
         store.close()
+
+
+def export_module(store: Any | None) -> Any:
+    """Returns what turns chats into text and back.
+
+    Raises:
+        ConfigError: This build keeps no chats.
+    """
+    if store is None or importlib.util.find_spec("mira_app.export") is None:
+        raise _missing("keeps no chats")
+    return importlib.import_module("mira_app.export")
+
+
+def config_report_module() -> Any:
+    """Returns what reports settings and their origins.
+
+    Raises:
+        ConfigError: This build has none.
+    """
+    if importlib.util.find_spec("mira_app.config_report") is None:
+        raise _missing("reports no settings")
+    return importlib.import_module("mira_app.config_report")
+
+
+def settings_path(folder: Path) -> Path:
+    """Returns the settings file; it may not exist yet."""
+    return folder / "config.toml"
+
+
+def _missing(what: str) -> ConfigError:
+    from mira_engine.api import ConfigError
+
+    return ConfigError(f"This build {what}.", hint="Install mira-chat again.")
 
 
 def read_settings(flags: Flags) -> Settings:

@@ -14,6 +14,7 @@ from .types import (
     CacheMode,
     DraftDense,
     DraftExperts,
+    FactMark,
     FinishReason,
     Precision,
     ReplyPart,
@@ -348,8 +349,30 @@ class PlanModel:
     is_compact_allowed: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DescribeMachine:
+    """Say what this machine has and can, and how a model stands on it; loads no weight.
+
+    Attributes:
+        model: As for `LoadModel`; need not be prepared.
+        config: What it would be loaded with.
+    """
+
+    request_id: str
+    model: str
+    config: EngineConfig = field(default_factory=EngineConfig)
+
+
 Request = (
-    PrepareModel | LoadModel | ProfileModel | Generate | Reconfigure | Cancel | Shutdown | PlanModel
+    PrepareModel
+    | LoadModel
+    | ProfileModel
+    | Generate
+    | Reconfigure
+    | Cancel
+    | Shutdown
+    | PlanModel
+    | DescribeMachine
 )
 
 # -- events: engine -> app ------------------------------------------------------------------
@@ -560,6 +583,33 @@ class RequestFailed:
     hint: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineFact:
+    """One thing to know about a machine, an installation or a model on it.
+
+    Attributes:
+        code: Stable and short, for example `native-kernels`.
+        text: One sentence or value for people.
+        mark: Whether it is as it should be.
+        hint: What to do where it is not.
+        value: The measured or counted figure behind it, in the unit its code names.
+    """
+
+    code: str
+    text: str
+    mark: FactMark = FactMark.OK
+    hint: str = ""
+    value: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineDescribed:
+    """The answer to `DescribeMachine`, in the order of a report."""
+
+    request_id: str
+    facts: tuple[MachineFact, ...]
+
+
 Event = (
     EngineReady
     | Heartbeat
@@ -577,4 +627,5 @@ Event = (
     | GenerationDone
     | RequestFailed
     | PlanMade
+    | MachineDescribed
 )

@@ -166,6 +166,16 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
+class FactMark(enum.StrEnum):
+    """How a fact about the machine is to be taken."""
+
+    OK = "ok"
+    NOTE = "note"
+    """It works, slower or otherwise than it could."""
+    PROBLEM = "problem"
+    """Something does not work, or much slower than it should."""
+
+
 class ReplyPart(enum.StrEnum):
     """What a piece of a reply belongs to."""
 

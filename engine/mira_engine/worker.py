@@ -27,11 +27,13 @@ from .errors import CancelledError, MiraError
 from .events import (
     PROTOCOL_VERSION,
     Cancel,
+    DescribeMachine,
     EngineReady,
     Event,
     Generate,
     Heartbeat,
     LoadModel,
+    MachineDescribed,
     ModelLoaded,
     Notice,
     PlanModel,
@@ -56,7 +58,7 @@ if TYPE_CHECKING:
 _HEARTBEAT_S = 1.0
 _PROGRESS_INTERVAL_S = 0.2
 
-_Job = PrepareModel | LoadModel | ProfileModel | Generate | PlanModel
+_Job = PrepareModel | LoadModel | ProfileModel | Generate | PlanModel | DescribeMachine
 
 
 class EventWriter:
@@ -160,6 +162,8 @@ class Worker:
                 self._plan(job)
             elif isinstance(job, ProfileModel):
                 self._profile(job)
+            elif isinstance(job, DescribeMachine):
+                self._describe(job)
             else:
                 self._generate(job)
         except MiraError as error:
@@ -277,6 +281,12 @@ class Worker:
         self._writer.send(
             plan_model(home, job, data_dir=self._library.data_dir, cache_dir=self._cache_dir)
         )
+
+    def _describe(self, job: DescribeMachine) -> None:
+        from .description import describe_machine
+
+        facts = describe_machine(self._library, job, cache_dir=self._cache_dir)
+        self._writer.send(MachineDescribed(request_id=job.request_id, facts=facts))
 
     def _profile(self, job: ProfileModel) -> None:
         from .profiling import FULL_SWEEP, QUICK_SWEEP, profile_model

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
+import io
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -99,7 +99,7 @@ def chat_plainly(settings: Settings, chat: str | None) -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):
             stream.reconfigure(errors="replace")
-    lines = sys.stdin.buffer if sys.stdin is not None else open(os.devnull, "rb")
+    lines = sys.stdin.buffer if sys.stdin is not None else io.BytesIO()
     is_prompting = sys.stdin is not None and sys.stdin.isatty()
     with wiring.opened_history() as (store, make):
         kept = KeptChat(store, make, say=lambda text: typer.echo(text, err=True))
