@@ -122,12 +122,13 @@ def engine_facts(
         described = [event for event in call if isinstance(event, MachineDescribed)]
         return (MachineFact(code="engine", text="starts and answers"), *described[-1].facts)
     except MiraError as error:
+        log = f"Its log is {client.log_path}."
         return (
             MachineFact(
                 code="engine",
                 text=f"cannot be asked: {error.message}",
                 mark=FactMark.PROBLEM,
-                hint=f"Its log is {client.log_path}. {error.hint}".strip(),
+                hint=error.hint if log in error.hint else f"{log} {error.hint}".strip(),
             ),
         )
     finally:

@@ -7,6 +7,7 @@ because torch and the native kernels are asked there. Each group of facts is one
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -197,7 +198,8 @@ def _disk(folder: Path) -> Iterator[MachineFact]:
         )
         return
     finally:
-        probe.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            probe.unlink()
     mark = FactMark.OK
     if free < _LITTLE_DISK_BYTES:
         mark = FactMark.PROBLEM if free < _FULL_DISK_BYTES else FactMark.NOTE
