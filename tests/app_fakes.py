@@ -87,12 +87,14 @@ class FakeHistoryStore:
         return [self.load(path.stem) for path in sorted(self.folder.glob("*.chat"))]
 
     def load(self, chat_id: str) -> FakeStoredChat:
-        return pickle.loads((self.folder / f"{chat_id}.chat").read_bytes())
+        return FakeStoredChat(**pickle.loads((self.folder / f"{chat_id}.chat").read_bytes()))
 
     def save(self, chat: FakeStoredChat) -> None:
         if self.is_full:
             raise api.DiskSpaceError("The disk is full.")
-        (self.folder / f"{chat.chat_id}.chat").write_bytes(pickle.dumps(chat))
+        names = [field.name for field in dataclasses.fields(chat)]
+        fields = {name: getattr(chat, name) for name in names}
+        (self.folder / f"{chat.chat_id}.chat").write_bytes(pickle.dumps(fields))
 
     def set_last_chat(self, chat_id: str) -> None:
         (self.folder / "last").write_text(chat_id)

@@ -269,7 +269,7 @@ def _model(
     library: ModelLibrary, request: DescribeMachine, cache_dir: Path | None
 ) -> Iterator[MachineFact]:
     """How the chosen model stands: prepared, its memory plan, predictors, profile of K."""
-    config = request.config
+    config, code = request.config, "model"
     try:
         home = library.resolve(request.model)
         if not home.is_ready(config.precision):
@@ -280,14 +280,16 @@ def _model(
                 hint=f"Run: mira-chat prepare {home.name}",
             )
             return
-        yield MachineFact(code="model", text=f"{home.title} is ready in {config.precision}")
         target = ExpertStore.open(home.store_dir(config.precision))
         has_plane = target.format.draft_plane is not None
         draft = target if has_plane else ExpertStore.open(home.store_dir(Precision.INT4))
+        yield MachineFact(code="model", text=f"{home.title} is ready in {config.precision}")
+        code = "plan"
         yield _predictors(home, target.manifest.revision)
         yield from _plan(home, config, target, draft, cache_dir)
     except MiraError as error:
-        yield MachineFact(code="model", text=error.message, mark=FactMark.PROBLEM, hint=error.hint)
+        hint = error.hint or "Prepare the model again, or pick another."
+        yield MachineFact(code=code, text=error.message, mark=FactMark.PROBLEM, hint=hint)
 
 
 def _predictors(home: ModelHome, revision: str) -> MachineFact:

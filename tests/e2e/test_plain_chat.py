@@ -12,7 +12,7 @@ from app_fakes import FakeHistoryStore
 from e2e.terminal import Terminal
 
 PROGRAM = Path(__file__).parents[1] / "app_fakes.py"
-TIMEOUT_S = 120
+TIMEOUT_S = 30
 
 
 def command(folder: Path, *args: str, modes: str = "") -> list[str]:
@@ -37,7 +37,7 @@ def begin(tmp_path) -> Iterator:
 
 def test_first_question_is_stopped_and_the_next_one_goes_on(begin, tmp_path):
     terminal = begin("chat", "--plain", modes="slow")
-    terminal.wait_for("Fake MoE is ready.", "you> ")
+    terminal.wait_for("Fake MoE is ready.", "you>")
     terminal.type("what is a cache?\r")
     terminal.wait_for("A cache keeps")
     terminal.press("ctrl+c")
@@ -56,7 +56,7 @@ def test_first_question_is_stopped_and_the_next_one_goes_on(begin, tmp_path):
 
 def test_two_interrupts_at_the_prompt_end_with_130(begin):
     terminal = begin("--plain")
-    terminal.wait_for("you> ")
+    terminal.wait_for("you>")
     terminal.press("ctrl+c")
     terminal.wait_for("Ctrl+C again, or Ctrl+D, ends the chat.")
     terminal.press("ctrl+c")
@@ -65,7 +65,7 @@ def test_two_interrupts_at_the_prompt_end_with_130(begin):
 
 def test_terminal_that_draws_nothing_gets_the_plain_chat_with_no_sequences(begin):
     terminal = begin(term="dumb")
-    terminal.wait_for("you> ")
+    terminal.wait_for("you>")
     terminal.type("hi\r")
     terminal.wait_for("A cache keeps **hot** things near.")
     terminal.type("/quit\r")
@@ -74,7 +74,7 @@ def test_terminal_that_draws_nothing_gets_the_plain_chat_with_no_sequences(begin
 
 def test_chat_is_continued_by_itself_and_by_its_id(begin, tmp_path):
     terminal = begin("chat", "--plain", modes="echo")
-    terminal.wait_for("you> ")
+    terminal.wait_for("you>")
     terminal.type("one\r")
     terminal.wait_for("user: one")
     terminal.press("ctrl+d")
@@ -82,7 +82,7 @@ def test_chat_is_continued_by_itself_and_by_its_id(begin, tmp_path):
     (stored,) = FakeHistoryStore(tmp_path / "chats").chats()
     for args in (("--continue",), (stored.chat_id[:6],)):
         again = begin("chat", "--plain", *args, modes="echo")
-        again.wait_for("you: one", "you> ")
+        again.wait_for("you: one", "you>")
         again.type("two\r")
         again.wait_for("assistant: user: one", "user: two")
         again.press("ctrl+d")

@@ -75,10 +75,12 @@ def test_unknown_model_is_a_problem_among_facts(tmp_path):
     assert "plan" not in facts
 
 
-def test_budget_that_is_too_small_is_a_problem_of_the_model(prepared):
+def test_budget_that_is_too_small_is_a_problem_of_the_plan(prepared):
     folder, model = prepared
     facts = described(folder, model, None, EngineConfig(budget=MemoryAmount(num_bytes=1024)))
-    assert facts["model"].mark is FactMark.PROBLEM
+    assert facts["model"].mark is FactMark.OK
+    assert facts["plan"].mark is FactMark.PROBLEM
+    assert "budget" in facts["plan"].text.lower()
 
 
 def test_damaged_predictors_are_a_problem(prepared, tmp_path, monkeypatch):
