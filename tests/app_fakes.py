@@ -89,12 +89,17 @@ class FakeHistoryStore:
     def load(self, chat_id: str) -> FakeStoredChat:
         return FakeStoredChat(**pickle.loads((self.folder / f"{chat_id}.chat").read_bytes()))
 
-    def save(self, chat: FakeStoredChat) -> None:
+    def add(self, chats: list[FakeStoredChat]) -> list[str]:
+        known = {chat.chat_id for chat in self.chats()}
+        return [self.save(chat) for chat in chats if chat.chat_id not in known]
+
+    def save(self, chat: FakeStoredChat) -> str:
         if self.is_full:
             raise api.DiskSpaceError("The disk is full.")
         names = [field.name for field in dataclasses.fields(chat)]
         fields = {name: getattr(chat, name) for name in names}
         (self.folder / f"{chat.chat_id}.chat").write_bytes(pickle.dumps(fields))
+        return chat.chat_id
 
     def set_last_chat(self, chat_id: str) -> None:
         (self.folder / "last").write_text(chat_id)

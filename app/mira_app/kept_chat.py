@@ -53,7 +53,8 @@ class KeptChat:
             chat_id=self.chat_id, title=self._title, conversation=conversation, **fields
         )
         try:
-            self._store.save(chat)
+            # The store may keep it under another id, where another program goes on with it.
+            self.chat_id = self._store.save(chat) or self.chat_id
             self._store.set_last_chat(self.chat_id)
         except MiraError as error:
             if not self._has_failed:

@@ -402,10 +402,12 @@ def test_export_all_comes_back_by_import(invoke, store, tmp_path):
     assert invoke("export", "--all", "-o", str(path)).exit_code == 0
     assert len(path.read_text().splitlines()) == 3
     assert list(tmp_path.glob("*.part")) == []
+    (store.folder / "aa11.chat").unlink()
     done = invoke("import", str(path))
-    assert (done.exit_code, done.stderr) == (0, "3 chats imported.\n")
-    texts = sorted(chat.conversation.turns[0].content for chat in store.chats())
-    assert texts == sorted(2 * ["from aa11", "from aa22", "from bb33"])  # none was overwritten
+    assert done.exit_code == 0
+    assert done.stderr == "1 chat imported. 2 chats left out: here already.\n"
+    assert store.load("aa11").conversation.turns[0].content == "from aa11"
+    assert store.load("bb33").title == "Chat bb33"  # none was overwritten
 
 
 def test_export_replaces_no_file_unasked(invoke, store, tmp_path):

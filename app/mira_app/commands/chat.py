@@ -135,7 +135,7 @@ def _stored_chat(store: Any | None, chat: str) -> Any:
 
 
 def _with_model_of(stored: Any, settings: Settings) -> Settings:
-    """Takes a chat's own model and sampling, unless the person named others."""
+    """Takes a chat's own model, unless the person named another."""
     if settings.is_model_given or not stored.model:
         return settings
     return dataclasses.replace(settings, model=stored.model, is_model_given=True)

@@ -67,10 +67,16 @@ def import_chats(
     with reporting_errors(), wiring.opened_history() as (store, _):
         export = wiring.export_module(store)
         chats = _read_chats(export, _read(file))
-        known = {each.chat_id for each in store.chats()}
-        for chat in chats:
-            store.save(_renamed(chat) if chat.chat_id in known else chat)
-        typer.echo(f"{len(chats)} chat{'' if len(chats) == 1 else 's'} imported.", err=True)
+        num_added = len(store.add(chats))
+        typer.echo(import_line(num_added, len(chats) - num_added), err=True)
+
+
+def import_line(num_added: int, num_known: int) -> str:
+    """Says what an import did."""
+    from ..figures import count
+
+    line = f"{count(num_added, 'chat')} imported."
+    return f"{line} {count(num_known, 'chat')} left out: here already." if num_known else line
 
 
 def _read_chats(export: Any, text: str) -> list[Any]:
@@ -87,14 +93,6 @@ def _read_chats(export: Any, text: str) -> list[Any]:
         raise ConfigError(
             f"This is no export of chats: {error}.", hint="Give a file of mira-chat export."
         ) from None
-
-
-def _renamed(chat: Any) -> Any:
-    """The same chat under a new id: what is there is never overwritten."""
-    import dataclasses
-    import uuid
-
-    return dataclasses.replace(chat, chat_id=uuid.uuid4().hex)
 
 
 def _read(file: Path) -> str:
