@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib
 import io
@@ -12,15 +11,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from app_fakes import FakeExport, FakeHistoryStore, FakeLibrary, FakeStoredChat
+from app_fakes import FakeLibrary
 from mira_app import cli, wiring
 from mira_app.catalog import CatalogEntry
 from mira_app.commands import COMMANDS
-from mira_app.conversation import Conversation
 from mira_app.model_list import model_lines, models_json
 from mira_app.options import CHAT_SETTINGS, OPTIONS, takes_settings
 from mira_app.progress import LineProgress, duration_text
-from mira_app.prompts import MAX_FILE_BYTES, read_prompt
 from mira_app.settings import load_settings
 from mira_engine import api
 from typer.testing import CliRunner
@@ -140,116 +137,6 @@ def test_takes_settings_puts_options_where_flags_stood_and_hands_them_on():
         takes_settings("no_such_setting")(lambda flags: None)
 
 
-# -- run --------------------------------------------------------------------------------------
-
-
-def stdin_of(monkeypatch, data: bytes, *, is_terminal: bool = False) -> None:
-    stream = io.TextIOWrapper(io.BytesIO(data), encoding="ascii")
-    stream.isatty = lambda: is_terminal
-    monkeypatch.setattr(sys, "stdin", stream)
-
-
-def test_files_are_appended_under_their_names(tmp_path):
-    (tmp_path / "a.txt").write_text("\ufeffalpha\n\n", encoding="utf-8")
-    (tmp_path / "b.md").write_text("```\ncode\n```", encoding="utf-8")
-    prompt = read_prompt("Compare.", [tmp_path / "a.txt", tmp_path / "b.md"])
-    assert prompt == "Compare.\n\na.txt:\n```\nalpha\n```\n\nb.md:\n````\n```\ncode\n```\n````"
-
-
-def test_files_alone_are_a_prompt_and_leave_standard_input_alone(tmp_path, monkeypatch):
-    (tmp_path / "a.txt").write_text("alpha")
-    stdin_of(monkeypatch, b"not this")
-    assert read_prompt(None, [tmp_path / "a.txt"]) == "a.txt:\n```\nalpha\n```"
-    assert read_prompt("-", [tmp_path / "a.txt"]).startswith("not this\n\na.txt:")
-
-
-@pytest.mark.parametrize(
-    ("data", "said"),
-    [
-        (b"caf\xe9", "is not UTF-8 text"),
-        (b"a\0b", "zero bytes"),
-        (b"x" * (MAX_FILE_BYTES + 1), "at most 4.0 MiB"),
-        (None, "No such file"),
-    ],
-)
-def test_file_that_cannot_be_attached_is_named(tmp_path, data, said):
-    path = tmp_path / "some.txt"
-    if data is not None:
-        path.write_bytes(data)
-    with pytest.raises(api.ConfigError, match=said) as caught:
-        read_prompt("Read.", [path])
-    assert "some.txt" in caught.value.message
-    assert caught.value.hint
-
-
-def test_file_of_the_largest_size_is_taken(tmp_path):
-    (tmp_path / "some.txt").write_bytes(b"x" * MAX_FILE_BYTES)
-    assert len(read_prompt("Read.", [tmp_path / "some.txt"])) > MAX_FILE_BYTES
-    with pytest.raises(api.ConfigError, match="cannot be read"):
-        read_prompt("Read.", [tmp_path])
-
-
-def test_empty_prompt_is_refused(monkeypatch):
-    stdin_of(monkeypatch, b" \n")
-    with pytest.raises(api.ConfigError, match="empty"):
-        read_prompt(None)
-    stdin_of(monkeypatch, b"", is_terminal=True)
-    with pytest.raises(api.ConfigError, match="no prompt"):
-        read_prompt(None)
-
-
-def test_run_sends_file_and_prompt(mira, tmp_path):
-    (tmp_path / "note.txt").write_text("the text")
-    done = mira("run", "Read.", "--file", str(tmp_path / "note.txt"), modes="echo")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "user: Read.\n\nnote.txt:\n```\nthe text\n```\n"
-
-
-def test_json_events_are_the_engines_messages_in_order(mira):
-    done = mira("run", "--json-events", "x", modes="thinking")
-    assert done.returncode == 0, done.stderr
-    events = [api.decode(line) for line in done.stdout.splitlines()]
-    kinds = list(dict.fromkeys(type(event) for event in events))
-    assert kinds == [
-        api.PrepareProgress, api.PrepareDone, api.Notice, api.ModelLoaded, api.TokenDelta,
-        api.StatsSample, api.GenerationDone,
-    ]  # fmt: skip
-    texts = dict.fromkeys(api.ReplyPart, "")
-    for event in events:
-        if isinstance(event, api.TokenDelta):
-            texts[event.part] += event.text
-    assert texts[api.ReplyPart.ANSWER] == events[-1].text == "A cache keeps **hot** things near."
-    assert texts[api.ReplyPart.THINKING] == events[-1].thinking
-
-
-@pytest.mark.parametrize(
-    ("args", "modes", "code", "name"),
-    [
-        (("-k", "99", "x"), "", 2, "ConfigError"),
-        (("x",), "fail-reply", 1, "ContextLengthError"),
-        (("x",), "die-at-start", 1, "EngineProcessError"),
-    ],
-)
-def test_json_events_end_with_the_failure(mira, args, modes, code, name):
-    done = mira("run", "--json-events", *args, modes=modes)
-    assert done.returncode == code
-    last = api.decode(done.stdout.splitlines()[-1])
-    assert isinstance(last, api.RequestFailed)
-    assert (last.code, bool(last.message)) == (name, True)
-
-
-def test_thinking_goes_to_stderr_where_asked_and_never_raw(mira):
-    shown = mira("run", "--think", "x", modes="thinking")
-    assert shown.stdout == "A cache keeps **hot** things near.\n"
-    assert "Hm, a cache.\n" in shown.stderr
-    hidden = mira("run", "--no-think", "x", modes="thinking")
-    assert hidden.stdout == shown.stdout
-    assert "Hm" not in hidden.stderr
-    assert "Hm" not in mira("run", "x", modes="thinking").stderr  # stderr is no terminal
-    told = json.loads(mira("run", "--json", "x", modes="thinking").stdout)
-    assert told["thinking"] == "Hm, a \x1b[31mcache."
-
-
 # -- models -----------------------------------------------------------------------------------
 
 
@@ -350,103 +237,6 @@ def test_rm_of_unknown_model_exits_1(invoke, library):
     done = invoke("rm", "nope", "--yes")
     assert done.exit_code == 1
     assert "no model 'nope'" in done.stderr
-
-
-# -- chats in and out -------------------------------------------------------------------------
-
-
-@pytest.fixture
-def store(tmp_path, monkeypatch):
-    made = FakeHistoryStore(tmp_path / "chats")
-    made.open()
-
-    @contextlib.contextmanager
-    def opened():
-        yield made, FakeStoredChat
-
-    monkeypatch.setattr(wiring, "opened_history", opened)
-    monkeypatch.setattr(wiring, "export_module", lambda store: FakeExport)
-    for chat_id, updated_at in (("aa11", 2), ("aa22", 1), ("bb33", 0)):
-        made.save(
-            FakeStoredChat(
-                chat_id=chat_id,
-                title=f"Chat {chat_id}",
-                conversation=Conversation().with_user(f"from {chat_id}"),
-                updated_at=updated_at,
-            )
-        )
-    return made
-
-
-@pytest.mark.parametrize("named", ["aa11", "last"])
-def test_export_writes_markdown_to_standard_output(invoke, store, named):
-    done = invoke("export", named)
-    assert (done.exit_code, done.stdout) == (0, "# Chat aa11\n")
-
-
-def test_export_last_is_the_one_the_store_says(invoke, store):
-    store.last_chat_id = "bb33"
-    assert invoke("export", "last").stdout == "# Chat bb33\n"
-
-
-def test_export_takes_the_beginning_of_an_id(invoke, store):
-    assert invoke("export", "bb").stdout == "# Chat bb33\n"
-    done = invoke("export", "aa")
-    assert done.exit_code == 2
-    assert "aa11 (Chat aa11); aa22 (Chat aa22)." in done.stderr
-    assert "bb33 (Chat bb33)" in invoke("export", "zz").stderr
-
-
-def test_export_all_comes_back_by_import(invoke, store, tmp_path):
-    path = tmp_path / "all.jsonl"
-    assert invoke("export", "--all", "-o", str(path)).exit_code == 0
-    assert len(path.read_text().splitlines()) == 3
-    assert list(tmp_path.glob("*.part")) == []
-    (store.folder / "aa11.chat").unlink()
-    done = invoke("import", str(path))
-    assert done.exit_code == 0
-    assert done.stderr == "1 chat imported. 2 chats left out: here already.\n"
-    assert store.load("aa11").conversation.turns[0].content == "from aa11"
-    assert store.load("bb33").title == "Chat bb33"  # none was overwritten
-
-
-def test_export_replaces_no_file_unasked(invoke, store, tmp_path):
-    path = tmp_path / "chat.md"
-    path.write_text("mine")
-    done = invoke("export", "aa11", "-o", str(path))
-    assert done.exit_code == 2
-    assert "--force" in done.stderr
-    assert path.read_text() == "mine"
-    assert invoke("export", "aa11", "-o", str(path), "--force").exit_code == 0
-    assert path.read_text() == "# Chat aa11\n"
-
-
-def test_export_into_a_folder_that_is_not_there_exits_1(invoke, store, tmp_path):
-    done = invoke("export", "aa11", "-o", str(tmp_path / "no" / "chat.md"))
-    assert done.exit_code == 1
-    assert "cannot be written" in done.stderr
-
-
-def test_import_reads_markdown_from_standard_input(invoke, store):
-    assert invoke("import", "-", stdin="# Read\n").exit_code == 0
-    assert store.load("read").title == "Read\n"
-
-
-@pytest.mark.parametrize(
-    ("data", "said"),
-    [(b"", "nothing to import"), (b"no title", "no export of chats"), (b"\xff\xfe#", "UTF-8")],
-)
-def test_import_of_something_else_is_wrong_usage(invoke, store, data, said):
-    done = invoke("import", "-", stdin=data)
-    assert done.exit_code == 2
-    assert said in done.stderr
-
-
-def test_export_without_a_history_says_so(invoke, monkeypatch):
-    monkeypatch.setattr(wiring, "history_module", lambda: None)
-    done = invoke("export", "--all")
-    assert done.exit_code == 2
-    assert "keeps no chats" in done.stderr
 
 
 # -- config and completion --------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -104,7 +105,7 @@ def answer_prompt(
     streams = ReplyStreams(
         sys.stdout if style == "text" else None,
         sys.stderr if is_thinking_shown and style == "text" else None,
-        is_dimmed=wiring.is_terminal(sys.stderr) and not is_plain,
+        is_dimmed=wiring.is_terminal(sys.stderr) and not (is_plain or os.environ.get("NO_COLOR")),
     )
     with wiring.make_client() as client:
         answerer = wiring.make_answerer(client, settings, is_plain=is_plain)
