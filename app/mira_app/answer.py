@@ -105,17 +105,15 @@ class ReplyStreams:
     def write(self, delta: TokenDelta) -> None:
         """Writes a piece of the reply, made safe for a terminal."""
         text = self._sanitisers[delta.part].feed(delta.text)
-        if delta.part is ReplyPart.THINKING:
-            if self._err is not None and text:
-                self._err.write(f"{self._dim[0]}{text}{self._dim[1]}")
-                self._err.flush()
-        else:
-            if not self._last[ReplyPart.ANSWER]:
-                self._end_thinking()
-            if self._out is not None:
-                self._out.write(text)
-                self._out.flush()
+        is_thinking = delta.part is ReplyPart.THINKING
+        if not is_thinking and not self._last[ReplyPart.ANSWER]:
+            self._end_thinking()
+        # Noted before it is written: an interrupt in between must not cost the line's end.
         self._last[delta.part] = delta.text or self._last[delta.part]
+        stream = self._err if is_thinking else self._out
+        if stream is not None and text:
+            stream.write(f"{self._dim[0]}{text}{self._dim[1]}" if is_thinking else text)
+            stream.flush()
 
     def close(self) -> None:
         """Ends the last line."""

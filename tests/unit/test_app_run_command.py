@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from mira_app.answer import ReplyStreams
 from mira_app.engine_call import EngineCall
 from mira_app.prompts import MAX_FILE_BYTES, read_prompt
 from mira_engine import api
@@ -145,3 +146,17 @@ def test_pieces_are_joined_within_a_part_only():
         )
     told = [(event.text, event.num_tokens, event.part.value) for event in call.drain()]
     assert told == [("ab", 2, "thinking"), ("cd", 2, "answer")]
+
+
+def test_interrupt_while_writing_still_ends_the_line():
+    class InterruptedStream(io.StringIO):
+        def flush(self) -> None:
+            if not self.getvalue().endswith("\n"):
+                raise KeyboardInterrupt
+
+    out = InterruptedStream()
+    streams = ReplyStreams(out)
+    with pytest.raises(KeyboardInterrupt):
+        streams.write(api.TokenDelta(request_id="r", text="A cache", num_tokens=1))
+    streams.close()
+    assert out.getvalue() == "A cache\n"
