@@ -17,6 +17,9 @@ Run as `python fake_engine.py [MODE ...]`; a mode changes one behaviour:
     slow-prepare    preparation goes on until cancelled
     escapes         the reply carries terminal control sequences, split over deltas
     empty           the reply has no text
+    thinking        the reply begins with thinking
+    echo            the reply is the chat that was sent, a line for each message
+    no-link         DescribeMachine finds a problem
     marker=PATH     creates PATH when preparation is done
 """
 
@@ -86,6 +89,17 @@ ALTERNATIVES = (
         reason="5.0 MiB short: it needs 1.0 GiB in all",
     ),
 )
+FACTS = (
+    api.MachineFact(code="torch", text="2.99"),
+    api.MachineFact(
+        code="native-kernels",
+        text="not built yet",
+        mark=api.FactMark.NOTE,
+        hint="The first chat builds them.",
+    ),
+    api.MachineFact(code="link", text="1.0 GiB/s", value=float(2**30)),
+)
+THOUGHTS = ("Hm, ", "a \x1b[31mcache.")
 WORDS = ("A cache ", "keeps ", "**hot** ", "things ", "near.")
 ESCAPES = ("safe \x1b", "[31mred\x1b[", "0m \x1b]0;title", "\x07done\u202e\r\n", "\tend")
 
@@ -148,6 +162,7 @@ class FakeEngine:
                 api.LoadModel: self.load,
                 api.Generate: self.generate,
                 api.PlanModel: self.plan,
+                api.DescribeMachine: self.describe,
             }[type(request)](request)
         return 0
 
@@ -196,6 +211,15 @@ class FakeEngine:
             )
         )
 
+    def describe(self, request: api.DescribeMachine) -> None:
+        facts = FACTS
+        if "no-link" in self.modes:
+            broken = api.MachineFact(
+                code="link", text="no disk", mark=api.FactMark.PROBLEM, hint="Mend it."
+            )
+            facts = (*FACTS, broken)
+        self.emit(api.MachineDescribed(request_id=request.request_id, facts=facts))
+
     def load(self, request: api.LoadModel) -> None:
         if "fail-load" in self.modes:
             self.fail(
@@ -217,6 +241,18 @@ class FakeEngine:
 
     def generate(self, request: api.Generate) -> None:
         words = ESCAPES if "escapes" in self.modes else () if "empty" in self.modes else WORDS
+        if "echo" in self.modes:
+            words = [f"{each.role}: {each.content}\n" for each in request.messages]
+        thoughts = THOUGHTS if "thinking" in self.modes else ()
+        for thought in thoughts:
+            self.emit(
+                api.TokenDelta(
+                    request_id=request.request_id,
+                    text=thought,
+                    num_tokens=1,
+                    part=api.ReplyPart.THINKING,
+                )
+            )
         text, reason, num = "", api.FinishReason.STOP, 0
         while num < len(words) or "slow" in self.modes:
             if request.request_id in self.cancelled:
@@ -234,7 +270,13 @@ class FakeEngine:
                 return
             time.sleep(0.01)  # tokens at a pace that leaves time to stop or kill
         self.emit(
-            api.GenerationDone(request_id=request.request_id, text=text, reason=reason, stats=STATS)
+            api.GenerationDone(
+                request_id=request.request_id,
+                text=text,
+                reason=reason,
+                stats=STATS,
+                thinking="".join(thoughts),
+            )
         )
 
     def must_die(self) -> bool:

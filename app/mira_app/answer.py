@@ -1,20 +1,21 @@
-"""One question, one answer, on plain streams: prepare, load, generate.
+"""Questions and answers on plain streams: prepare, load, generate.
 
-Blocking; used by `mira-chat run` and where there is no terminal. The reply goes to one
-stream and everything else to another.
+Blocking; used by the commands that work without a screen. The reply goes to one stream
+and everything else to another.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from mira_engine.api import (
     CancelledError,
     ChatMessage,
+    ContextTrimmed,
     EngineProcessError,
     FinishReason,
     Generate,
@@ -29,97 +30,25 @@ from mira_engine.api import (
     ProfileDone,
     ProfileModel,
     ProfileProgress,
+    ReplyPart,
     ReplyStats,
+    SamplingConfig,
     StatsSample,
     TokenDelta,
-    format_bytes,
     to_plain,
 )
 
 from .catalog import Catalog
 from .engine_call import EngineCall
 from .engine_client import EngineClient
-from .figures import derived, stats_line
+from .figures import count, derived, stats_line
+from .progress import ProgressDisplay
+from .progress import amount_text as amount_text
+from .progress import progress_text as progress_text
 from .sanitise import Sanitiser, sanitise
 from .settings import Settings
 
-
-class ProgressDisplay(Protocol):
-    """Shows preparation; ended by `close`."""
-
-    def show(self, progress: PrepareProgress) -> None:
-        """Shows one report."""
-        ...
-
-    def close(self) -> None:
-        """Leaves the screen tidy."""
-        ...
-
-
-class LineProgress:
-    """Progress as plain lines: each step once, and each tenth of it."""
-
-    def __init__(self, out: TextIO) -> None:
-        self._out = out
-        self._last: tuple[str, int] | None = None
-
-    def show(self, progress: PrepareProgress) -> None:
-        """Prints a line when a new step or a new tenth of it begins."""
-        tenth = 10 * progress.done // progress.total if progress.total else 0
-        if (progress.step, tenth) != self._last:
-            self._last = (progress.step, tenth)
-            print(f"prepare: {progress_text(progress)}", file=self._out, flush=True)
-
-    def close(self) -> None:
-        """Does nothing: each line is complete."""
-
-
-class BarProgress:
-    """Progress as bars of rich, one per step."""
-
-    def __init__(self, out: TextIO) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.fields[amount]}"),
-            TimeRemainingColumn(),
-            console=Console(file=out),
-        )
-        self._tasks: dict[str, object] = {}
-        self._progress.start()
-
-    def show(self, progress: PrepareProgress) -> None:
-        """Moves the step's bar."""
-        if progress.step not in self._tasks:
-            self._tasks[progress.step] = self._progress.add_task(progress.step, amount="")
-        self._progress.update(
-            self._tasks[progress.step],  # type: ignore[arg-type]
-            completed=progress.done,
-            total=progress.total or None,
-            amount=amount_text(progress),
-        )
-
-    def close(self) -> None:
-        """Stops drawing; the bars stay."""
-        self._progress.stop()
-
-
-def amount_text(progress: PrepareProgress) -> str:
-    """Formats `done` of `total`: `3 of 30 layers`, `12.0 MiB of 93.8 MiB`."""
-    if progress.unit == "bytes":
-        done, total, unit = format_bytes(progress.done), format_bytes(progress.total), ""
-    else:
-        done, total, unit = str(progress.done), str(progress.total), f" {progress.unit}"
-    return f"{done} of {total}{unit}" if progress.total else f"{done}{unit}"
-
-
-def progress_text(progress: PrepareProgress) -> str:
-    """Formats a whole report on one line."""
-    detail = f" · {progress.detail}" if progress.detail else ""
-    return f"{progress.step}, {amount_text(progress)}{detail}"
+OnEvent = Callable[[object], None]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -127,6 +56,7 @@ class Answer:
     """What came of a question."""
 
     text: str = ""
+    thinking: str = ""
     reason: FinishReason = FinishReason.ERROR
     stats: ReplyStats = field(default_factory=ReplyStats)
     loaded: ModelLoaded | None = None
@@ -139,6 +69,7 @@ class Answer:
         return json.dumps(
             {
                 "text": self.text,
+                "thinking": self.thinking,
                 "reason": self.reason.value,
                 "error": self.error.to_fields() if self.error is not None else None,
                 "model": loaded.model if loaded else None,
@@ -154,8 +85,63 @@ class Answer:
         )
 
 
+class ReplyStreams:
+    """Where a reply is written while it comes: the answer, and the thinking before it.
+
+    Args:
+        out: Takes the answer, `None` for nobody.
+        err: Takes the thinking, `None` for nobody.
+        is_dimmed: Whether the thinking is dimmed, for terminals.
+    """
+
+    def __init__(
+        self, out: TextIO | None, err: TextIO | None = None, *, is_dimmed: bool = False
+    ) -> None:
+        self._out, self._err = out, err
+        self._dim = ("\x1b[2m", "\x1b[0m") if is_dimmed else ("", "")
+        self._sanitisers = {part: Sanitiser() for part in ReplyPart}
+        self._last = dict.fromkeys(ReplyPart, "")
+
+    def write(self, delta: TokenDelta) -> None:
+        """Writes a piece of the reply, made safe for a terminal."""
+        text = self._sanitisers[delta.part].feed(delta.text)
+        is_thinking = delta.part is ReplyPart.THINKING
+        if not is_thinking and not self._last[ReplyPart.ANSWER]:
+            self._end_thinking()
+        # Noted before it is written: an interrupt in between must not cost the line's end.
+        self._last[delta.part] = delta.text or self._last[delta.part]
+        stream = self._err if is_thinking else self._out
+        if stream is not None and text:
+            stream.write(f"{self._dim[0]}{text}{self._dim[1]}" if is_thinking else text)
+            stream.flush()
+
+    def close(self) -> None:
+        """Ends the last line."""
+        self._end_thinking()
+        last = self._last[ReplyPart.ANSWER]
+        if self._out is not None and last and not last.endswith("\n"):
+            self._out.write("\n")
+            self._out.flush()
+
+    def _end_thinking(self) -> None:
+        last = self._last[ReplyPart.THINKING]
+        if self._err is not None and last and not last.endswith("\n"):
+            self._err.write("\n")
+            self._err.flush()
+        self._last[ReplyPart.THINKING] = ""
+
+
 class Answerer:
-    """Answers one question; an interrupt stops the engine's work, not this object."""
+    """Answers questions; an interrupt stops the engine's work, not this object.
+
+    Args:
+        client: The engine.
+        catalog: Finds models by name.
+        settings: What the person chose.
+        err: Takes progress and notices.
+        make_progress: Makes the display of a preparation.
+        on_event: Told every event, before anything else is done with it.
+    """
 
     def __init__(
         self,
@@ -164,30 +150,43 @@ class Answerer:
         settings: Settings,
         *,
         err: TextIO,
-        make_progress: Callable[[TextIO], ProgressDisplay] = LineProgress,
+        make_progress: Callable[[TextIO], ProgressDisplay],
+        on_event: OnEvent = lambda event: None,
     ) -> None:
         self._client = client
         self._catalog = catalog
         self._settings = settings
         self._err = err
         self._make_progress = make_progress
+        self.on_event = on_event
 
-    def prepare(self, *, is_predicting: bool = False, calibration: str | None = None) -> None:
-        """Makes the model ready, unless it is.
+    def prepare(
+        self,
+        *,
+        is_forced: bool = False,
+        is_predicting: bool = False,
+        calibration: str | None = None,
+    ) -> None:
+        """Makes the chosen model ready, unless it is and nothing else is asked for.
 
         Args:
-            is_predicting: Whether predictors are made too, unless they are there.
-            calibration: Text file with the prompts to make them from.
+            is_forced: Whether the engine is asked also where the model looks ready.
+            is_predicting: Whether predictors are made too.
+            calibration: File of the prompts to make them from, `None` for those shipped.
+
+        Raises:
+            MiraError: Something failed.
+            KeyboardInterrupt: The person interrupted; what was finished is kept.
         """
-        settings = self._settings
-        entry = self._catalog.find(settings.model, settings.engine.precision)
-        if entry.is_ready and not is_predicting:
+        engine = self._settings.engine
+        entry = self._catalog.find(self._settings.model, engine.precision)
+        if entry.is_ready and not (is_predicting or is_forced):
             return
         call = self._client.submit(
             PrepareModel(
                 request_id=self._client.new_request_id(),
                 model=entry.model,
-                precision=settings.engine.precision,
+                precision=engine.precision,
                 is_predicting=is_predicting,
                 calibration=calibration,
             )
@@ -195,7 +194,7 @@ class Answerer:
         display = self._make_progress(self._err)
         try:
             with self._cancelling(call):
-                for event in call:
+                for event in self._events(call):
                     if isinstance(event, PrepareProgress):
                         display.show(event)
                     elif isinstance(event, Notice):
@@ -211,17 +210,16 @@ class Answerer:
             KeyboardInterrupt: The person interrupted; nothing is saved.
         """
         self.prepare()
-        settings = self._settings
         call = self._client.submit(
             ProfileModel(
                 request_id=self._client.new_request_id(),
-                model=self._catalog.find(settings.model, settings.engine.precision).model,
-                config=settings.engine,
+                model=self._model,
+                config=self._settings.engine,
                 is_quick=is_quick,
             )
         )
         with self._cancelling(call):
-            for event in call:
+            for event in self._events(call):
                 if isinstance(event, ProfileProgress):
                     text = f"profile: {event.done} of {event.total} replies · {event.detail}"
                     print(sanitise(text), file=self._err, flush=True)
@@ -231,71 +229,111 @@ class Answerer:
                     return event.profile
         raise EngineProcessError("The engine process ended the profile without a result.")
 
-    def ask(self, prompt: str, answer: Answer, out: TextIO | None) -> None:
-        """Prepares, loads and answers; streams to `out` unless it is `None`.
+    def load(self, answer: Answer) -> ModelLoaded:
+        """Prepares and loads the chosen model; notices go into `answer`, too.
 
-        What has arrived is in `answer` also when this raises.
+        Raises:
+            MiraError: Something failed.
+            KeyboardInterrupt: The person interrupted.
+        """
+        self.prepare()
+        call = self._client.submit(
+            LoadModel(
+                request_id=self._client.new_request_id(),
+                model=self._model,
+                config=self._settings.engine,
+            )
+        )
+        with self._cancelling(call):
+            for event in self._events(call):
+                if isinstance(event, ModelLoaded):
+                    answer.loaded = event
+                elif isinstance(event, Notice):
+                    self._note(event, answer)
+        if answer.loaded is None:
+            raise EngineProcessError("The engine process loaded no model.")
+        return answer.loaded
+
+    def reply(
+        self,
+        messages: Sequence[ChatMessage],
+        sampling: SamplingConfig,
+        answer: Answer,
+        streams: ReplyStreams,
+    ) -> None:
+        """Has the loaded model answer a chat. What has arrived is in `answer` also on a raise.
+
+        Raises:
+            MiraError: Something failed.
+            KeyboardInterrupt: The person interrupted; the engine has stopped the reply.
+        """
+        call = self._client.submit(
+            Generate(
+                request_id=self._client.new_request_id(),
+                messages=tuple(messages),
+                sampling=sampling,
+                is_residency_wanted=False,
+            )
+        )
+
+        def take(event: object) -> None:
+            if isinstance(event, TokenDelta):
+                if event.part is ReplyPart.THINKING:
+                    answer.thinking += event.text
+                else:
+                    answer.text += event.text
+                streams.write(event)
+            elif isinstance(event, StatsSample):
+                answer.stats = event.stats
+            elif isinstance(event, Notice):
+                self._note(event, answer)
+            elif isinstance(event, ContextTrimmed):
+                self._say(
+                    f"{count(event.num_turns, 'message')} of the chat left out to fit the context "
+                    f"of {event.limit} tokens."
+                )
+            elif isinstance(event, GenerationDone):
+                answer.text, answer.thinking = event.text, event.thinking
+                answer.reason, answer.stats = event.reason, event.stats
+
+        try:
+            with self._cancelling(call, take):
+                for event in self._events(call):
+                    take(event)
+            if answer.reason is FinishReason.STOP and not answer.text.strip():
+                self._say("the model ended the reply at once.")
+        finally:
+            streams.close()
+
+    def ask(self, prompt: str, answer: Answer, streams: ReplyStreams) -> None:
+        """Prepares, loads and answers one question.
 
         Raises:
             MiraError: Something failed.
             KeyboardInterrupt: The person interrupted; the engine has stopped the work.
         """
-        self.prepare()
-        settings = self._settings
-        model = self._catalog.find(settings.model, settings.engine.precision).model
-        loading = self._client.submit(
-            LoadModel(request_id=self._client.new_request_id(), model=model, config=settings.engine)
-        )
-        with self._cancelling(loading):
-            for event in loading:
-                if isinstance(event, ModelLoaded):
-                    answer.loaded = event
-                elif isinstance(event, Notice):
-                    self._note(event, answer)
-        roles = (("system", settings.system_prompt), ("user", prompt))
-        generating = self._client.submit(
-            Generate(
-                request_id=self._client.new_request_id(),
-                messages=tuple(ChatMessage(role=r, content=c) for r, c in roles if c),
-                sampling=settings.sampling,
-                is_residency_wanted=False,
-            )
-        )
-        sanitiser = Sanitiser()
-
-        def take(event: object) -> None:
-            if isinstance(event, TokenDelta):
-                answer.text += event.text
-                if out is not None:
-                    out.write(sanitiser.feed(event.text))
-                    out.flush()
-            elif isinstance(event, StatsSample):
-                answer.stats = event.stats
-            elif isinstance(event, Notice):
-                self._note(event, answer)
-            elif isinstance(event, GenerationDone):
-                answer.text, answer.reason, answer.stats = event.text, event.reason, event.stats
-
-        try:
-            with self._cancelling(generating, take):
-                for event in generating:
-                    take(event)
-            if answer.reason is FinishReason.STOP and not answer.text.strip():
-                print("note: the model ended the reply at once.", file=self._err, flush=True)
-        finally:
-            if out is not None and answer.text and not answer.text.endswith("\n"):
-                out.write("\n")
-                out.flush()
+        self.load(answer)
+        roles = (("system", self._settings.system_prompt), ("user", prompt))
+        messages = [ChatMessage(role=role, content=text) for role, text in roles if text]
+        self.reply(messages, self._settings.sampling, answer, streams)
 
     def stats_line(self, answer: Answer) -> str:
         """Returns the closing line of figures."""
         budget = answer.loaded.plan.budget_bytes if answer.loaded else 0
         return stats_line(answer.stats, budget_bytes=budget)
 
+    @property
+    def _model(self) -> str:
+        settings = self._settings
+        return self._catalog.find(settings.model, settings.engine.precision).model
+
+    def _events(self, call: EngineCall) -> Iterator[object]:
+        for event in call:
+            self.on_event(event)
+            yield event
+
     @contextlib.contextmanager
-    def _cancelling(
-        self, call: EngineCall, take: Callable[[object], None] = lambda event: None
-    ) -> Iterator[None]:
+    def _cancelling(self, call: EngineCall, take: OnEvent = lambda event: None) -> Iterator[None]:
         """On an interrupt cancels the call and takes what still comes, then goes on raising."""
         try:
             yield
@@ -307,10 +345,14 @@ class Answerer:
                 for event in call:
                     # A stream nobody reads any more gets nothing more.
                     if isinstance(interrupt, KeyboardInterrupt):
+                        self.on_event(event)
                         take(event)
             raise
 
     def _note(self, notice: Notice, answer: Answer | None = None) -> None:
         if answer is not None:
             answer.notices.append(notice)
-        print(f"note: {sanitise(notice.text)}", file=self._err, flush=True)
+        self._say(notice.text)
+
+    def _say(self, text: str) -> None:
+        print(f"note: {sanitise(text)}", file=self._err, flush=True)

@@ -8,6 +8,7 @@ before it, so a slow reader holds no more than the text of its reply.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 from mira_engine.api import (
     Event,
     GenerationDone,
+    MachineDescribed,
     MiraError,
     ModelDescribed,
     ModelLoaded,
@@ -36,6 +38,7 @@ FINAL_EVENTS = (
     ModelLoaded,
     GenerationDone,
     PlanMade,
+    MachineDescribed,
     ModelDescribed,
 )
 _SAMPLES = (PrepareProgress, ProfileProgress, PromptProgress, StatsSample)
@@ -79,9 +82,9 @@ class EngineCall:
     def _append(self, event: Event) -> None:
         last = self._events[-1] if self._events else None
         if isinstance(event, TokenDelta) and isinstance(last, TokenDelta):
-            if len(last.text) < _MAX_JOINED_CHARS:
-                event = TokenDelta(
-                    request_id=event.request_id,
+            if len(last.text) < _MAX_JOINED_CHARS and last.part is event.part:
+                event = dataclasses.replace(
+                    event,
                     text=last.text + event.text,
                     num_tokens=last.num_tokens + event.num_tokens,
                 )

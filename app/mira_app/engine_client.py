@@ -26,6 +26,7 @@ from pathlib import Path
 from mira_engine.api import (
     PROTOCOL_VERSION,
     Cancel,
+    DescribeMachine,
     EngineProcessError,
     EngineReady,
     Generate,
@@ -42,7 +43,7 @@ from mira_engine.api import (
 )
 
 from .engine_call import EngineCall
-from .engine_log import log_tail, make_log_file
+from .engine_log import log_path, log_tail, make_log_file
 
 _MAX_QUEUED_REQUESTS = 64
 _CHILD_ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -369,6 +370,11 @@ class EngineClient:
         return self._process.error if self._process is not None else None
 
     @property
+    def log_path(self) -> Path:
+        """Where the engine process of this app process writes its log."""
+        return log_path(self._log_dir)
+
+    @property
     def pid(self) -> int | None:
         """Process id of the engine."""
         return self._process.pid if self._process is not None else None
@@ -383,7 +389,8 @@ class EngineClient:
         return f"r{next(self._ids)}"
 
     def submit(
-        self, request: PrepareModel | LoadModel | ProfileModel | Generate | PlanModel
+        self,
+        request: PrepareModel | LoadModel | ProfileModel | Generate | PlanModel | DescribeMachine,
     ) -> EngineCall:
         """Sends a request; the call returned receives its events. Starts a process if none."""
         self.start()

@@ -18,6 +18,11 @@ _MAX_TAIL_BYTES = 16384
 _NAME = re.compile(r"engine-(\d+)\.log")
 
 
+def log_path(log_dir: Path) -> Path:
+    """Returns where this app process's engine log is, or would be."""
+    return log_dir / f"engine-{os.getpid()}.log"
+
+
 def make_log_file(log_dir: Path) -> Path:
     """Returns this app process's engine log; removes old ones of processes that are gone.
 
@@ -28,7 +33,7 @@ def make_log_file(log_dir: Path) -> Path:
     """
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
-        mine = log_dir / f"engine-{os.getpid()}.log"
+        mine = log_path(log_dir)
         mine.touch()
         kept = []
         for path in log_dir.glob("engine-*.log"):

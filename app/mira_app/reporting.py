@@ -14,25 +14,37 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
+    from typing import TextIO
+
     from mira_engine.api import MiraError
 
     from .answer import Answer
 
 
 @contextlib.contextmanager
-def reporting_errors(answer: Answer | None = None) -> Iterator[None]:
+def reporting_errors(answer: Answer | None = None, style: str = "text") -> Iterator[None]:
     """Turns what can go wrong into a message, a hint and an exit code.
 
     Args:
-        answer: Printed as one JSON object at the end, whatever the end is.
+        answer: Told how it ended.
+        style: `json` prints the answer as one object at the end, whatever the end is; `events`
+            prints a failure as the event `RequestFailed`.
     """
-    from mira_engine.api import BudgetError, CancelledError, ConfigError, FinishReason, MiraError
+    from mira_engine.api import (
+        BudgetError,
+        CancelledError,
+        ConfigError,
+        FinishReason,
+        MiraError,
+        RequestFailed,
+        encode,
+    )
 
     code, reason, failure = 0, None, None
     try:
         yield
     except MiraError as error:
-        _print_error(error)
+        print_error(error)
         failure, reason = error, FinishReason.ERROR
         if isinstance(error, CancelledError):
             code, reason = 130, FinishReason.CANCELLED
@@ -44,7 +56,10 @@ def reporting_errors(answer: Answer | None = None) -> Iterator[None]:
     if answer is not None:
         answer.error = failure
         answer.reason = reason or answer.reason
-        typer.echo(answer.to_json())
+        if style == "json":
+            typer.echo(answer.to_json())
+    if style == "events" and failure is not None:
+        typer.echo(encode(RequestFailed(request_id="", **failure.to_fields())))
     if code:
         raise typer.Exit(code)
 
@@ -69,9 +84,10 @@ def reporting_streams() -> Iterator[None]:
         raise SystemExit(1) from None
 
 
-def _print_error(error: MiraError) -> None:
+def print_error(error: MiraError, stream: TextIO | None = None) -> None:
+    """Says what failed and what to do about it, on standard error or another stream."""
     from .sanitise import sanitise
 
-    typer.echo(f"error: {sanitise(error.message)}", err=True)
+    typer.echo(f"error: {sanitise(error.message)}", file=stream or sys.stderr)
     if error.hint:
-        typer.echo(f"hint: {sanitise(error.hint)}", err=True)
+        typer.echo(f"hint: {sanitise(error.hint)}", file=stream or sys.stderr)

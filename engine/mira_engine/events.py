@@ -15,6 +15,7 @@ from .types import (
     DraftDense,
     DraftExperts,
     ExpertShape,
+    FactMark,
     FinishReason,
     Precision,
     ReplyPart,
@@ -369,6 +370,20 @@ class DescribeModel:
     model: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DescribeMachine:
+    """Say what this machine has and can, and how a model stands on it; loads no weight.
+
+    Attributes:
+        model: As for `LoadModel`; need not be prepared.
+        config: What it would be loaded with.
+    """
+
+    request_id: str
+    model: str
+    config: EngineConfig = field(default_factory=EngineConfig)
+
+
 Request = (
     PrepareModel
     | LoadModel
@@ -379,6 +394,7 @@ Request = (
     | Shutdown
     | PlanModel
     | DescribeModel
+    | DescribeMachine
 )
 
 # -- events: engine -> app ------------------------------------------------------------------
@@ -653,6 +669,33 @@ class ModelDescribed:
     hint: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineFact:
+    """One thing to know about a machine, an installation or a model on it.
+
+    Attributes:
+        code: Stable and short, for example `native-kernels`.
+        text: One sentence or value for people.
+        mark: Whether it is as it should be.
+        hint: What to do where it is not.
+        value: The measured or counted figure behind it, in the unit its code names.
+    """
+
+    code: str
+    text: str
+    mark: FactMark = FactMark.OK
+    hint: str = ""
+    value: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineDescribed:
+    """The answer to `DescribeMachine`, in the order of a report."""
+
+    request_id: str
+    facts: tuple[MachineFact, ...]
+
+
 Event = (
     EngineReady
     | Heartbeat
@@ -671,4 +714,5 @@ Event = (
     | RequestFailed
     | PlanMade
     | ModelDescribed
+    | MachineDescribed
 )

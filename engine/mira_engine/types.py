@@ -176,6 +176,16 @@ class PredictionLead(enum.StrEnum):
     """Two layers, each layer's own head. Source: Mira IV-E."""
 
 
+class FactMark(enum.StrEnum):
+    """How a fact about the machine is to be taken."""
+
+    OK = "ok"
+    NOTE = "note"
+    """It works, slower or otherwise than it could."""
+    PROBLEM = "problem"
+    """Something does not work, or much slower than it should."""
+
+
 class ReplyPart(enum.StrEnum):
     """What a piece of a reply belongs to."""
 

@@ -28,12 +28,14 @@ from .errors import CancelledError, MiraError
 from .events import (
     PROTOCOL_VERSION,
     Cancel,
+    DescribeMachine,
     DescribeModel,
     EngineReady,
     Event,
     Generate,
     Heartbeat,
     LoadModel,
+    MachineDescribed,
     ModelLoaded,
     Notice,
     PlanModel,
@@ -60,7 +62,16 @@ if TYPE_CHECKING:
 _HEARTBEAT_S = 1.0
 _PROGRESS_INTERVAL_S = 0.2
 
-_Job = PrepareModel | LoadModel | ProfileModel | Generate | Reconfigure | PlanModel | DescribeModel
+_Job = (
+    PrepareModel
+    | LoadModel
+    | ProfileModel
+    | Generate
+    | Reconfigure
+    | PlanModel
+    | DescribeModel
+    | DescribeMachine
+)
 
 
 class EventWriter:
@@ -167,11 +178,13 @@ class Worker:
             elif isinstance(job, PlanModel):
                 self._plan(job)
             elif isinstance(job, DescribeModel):
-                self._describe(job)
+                self._describe_model(job)
             elif isinstance(job, ProfileModel):
                 self._profile(job)
             elif isinstance(job, Reconfigure):
                 self._reconfigure(job)
+            elif isinstance(job, DescribeMachine):
+                self._describe_machine(job)
             else:
                 self._generate(job)
         except MiraError as error:
@@ -324,8 +337,8 @@ class Worker:
             job.request_id, is_cache_kept=is_kept, seconds=time.perf_counter() - started
         )
 
-    def _describe(self, job: DescribeModel) -> None:
-        from .describe import describe
+    def _describe_model(self, job: DescribeModel) -> None:
+        from .model_report import describe
 
         home = self._library.resolve(job.model)
         self._writer.send(
@@ -333,7 +346,7 @@ class Worker:
         )
 
     def _plan(self, job: PlanModel) -> None:
-        from .describe import locate
+        from .model_report import locate
         from .planning import plan_model
 
         home = locate(
@@ -343,6 +356,12 @@ class Worker:
         self._writer.send(
             plan_model(home, job, data_dir=self._library.data_dir, cache_dir=self._cache_dir)
         )
+
+    def _describe_machine(self, job: DescribeMachine) -> None:
+        from .machine_report import describe_machine
+
+        facts = describe_machine(self._library, job, cache_dir=self._cache_dir)
+        self._writer.send(MachineDescribed(request_id=job.request_id, facts=facts))
 
     def _profile(self, job: ProfileModel) -> None:
         from .profiling import FULL_SWEEP, QUICK_SWEEP, profile_model

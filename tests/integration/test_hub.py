@@ -25,7 +25,6 @@ from mira_engine import wire
 from mira_engine.checkpoint import hub, hub_download, writing
 from mira_engine.checkpoint.hub import Patience
 from mira_engine.checkpoint.preflight import SPARE_BYTES
-from mira_engine.describe import describe
 from mira_engine.errors import (
     CancelledError,
     CheckpointError,
@@ -47,6 +46,7 @@ from mira_engine.events import (
     RequestFailed,
 )
 from mira_engine.library import SOURCE_FILE, ModelLibrary
+from mira_engine.model_report import describe
 from mira_engine.planning import plan_model
 from mira_engine.prepare import prepare
 from mira_engine.types import Precision

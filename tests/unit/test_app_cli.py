@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from mira_app import cli
+from mira_app import wiring
+from mira_app.commands import chat, run
 from programs import begun
 
 PROGRAM = Path(__file__).parents[1] / "app_fakes.py"
@@ -229,14 +230,14 @@ def test_no_arguments_without_terminal_answers_one_fixed_question(mira):
     assert "> In one sentence: what is a cache?" in done.stderr
 
 
-@pytest.mark.parametrize(("given", "limit"), [(None, cli.FIXED_MAX_TOKENS), (7, 7), (500, 500)])
+@pytest.mark.parametrize(("given", "limit"), [(None, chat.FIXED_MAX_TOKENS), (7, 7), (500, 500)])
 def test_fixed_question_has_a_short_limit_unless_one_is_given(monkeypatch, given, limit):
     asked = []
     monkeypatch.setattr(
-        cli, "_run", lambda prompt, settings, *rest, **kinds: asked.append(settings)
+        run, "answer_prompt", lambda prompt, settings, *rest, **kinds: asked.append(settings)
     )
-    settings = cli._settings({"max_tokens": given})
-    cli._answer_fixed_question(settings, has_own_limit=given is not None)
+    settings = wiring.read_settings({"max_tokens": given})
+    chat.ask_fixed_question(settings, has_own_limit=given is not None)
     assert asked[0].sampling.max_new_tokens == limit
 
 
@@ -246,10 +247,10 @@ def test_dumb_terminal_counts_as_none(monkeypatch):
             return True
 
     monkeypatch.setenv("TERM", "xterm")
-    assert cli._is_terminal(Screen())
+    assert wiring.is_terminal(Screen())
     monkeypatch.setenv("TERM", "dumb")
-    assert not cli._is_terminal(Screen())
-    assert not cli._is_terminal(None)
+    assert not wiring.is_terminal(Screen())
+    assert not wiring.is_terminal(None)
 
 
 def test_prepare_models_and_version(mira):

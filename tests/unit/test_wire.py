@@ -22,6 +22,7 @@ from mira_engine.types import (
     DraftDense,
     Eviction,
     ExpertShape,
+    FactMark,
     FinishReason,
     Precision,
     Strategy,
@@ -162,6 +163,14 @@ MESSAGES = [
     events.RequestFailed(request_id="r", code="BudgetError", message="m", hint="h"),
     events.Reconfigure(request_id="r", config=EngineConfig(num_draft_tokens=2)),
     events.ContextTrimmed(request_id="r", num_turns=2, num_tokens=900, limit=1024),
+    events.DescribeMachine(request_id="r", model="builtin", config=EngineConfig(num_threads=1)),
+    events.MachineDescribed(
+        request_id="r",
+        facts=(
+            events.MachineFact(code="cores", text="2 cores", value=2.0),
+            events.MachineFact(code="gpu", text="none", mark=FactMark.NOTE, hint="h"),
+        ),
+    ),
     events.ResidencySample(request_id="r", regions=("HS.s", "...."), heat=("9010", "0000")),
 ]
 

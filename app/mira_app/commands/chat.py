@@ -1,0 +1,160 @@
+"""`mira-chat chat`, and `mira-chat` alone: the chat, on a screen or line by line."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .. import wiring
+from ..options import CHAT_SETTINGS, Flags, Plain, takes_settings
+from ..reporting import reporting_errors
+
+if TYPE_CHECKING:
+    from ..settings import Settings
+
+FIXED_QUESTION = "In one sentence: what is a cache?"
+"""What `mira-chat` asks where there is no terminal to chat in."""
+
+FIXED_MAX_TOKENS = 48
+
+
+@takes_settings(*CHAT_SETTINGS)
+def chat(
+    flags: Flags,
+    chat_id: Annotated[
+        str | None,
+        typer.Argument(metavar="ID", help="A chat to go on with; the beginning of its id will do."),
+    ] = None,
+    is_continued: Annotated[
+        bool, typer.Option("--continue", "-c", help="Go on with the last chat.")
+    ] = False,
+    is_plain: Plain = False,
+) -> None:
+    """Opens the chat, or goes on with one. With --plain, or without a terminal: line by line."""
+    if is_continued and chat_id is not None:
+        raise typer.BadParameter("--continue goes on with the last chat: leave the id out")
+    begin_chat(
+        flags,
+        is_plain=is_plain or not _has_terminal(),
+        chat="last" if is_continued else chat_id,
+    )
+
+
+def begin_chat(flags: Flags, *, is_plain: bool, chat: str | None = None) -> None:
+    """Chats on a screen or line by line; asks a fixed question where there is no terminal.
+
+    Args:
+        flags: Settings that were given.
+        is_plain: Line by line.
+        chat: What `find_chat` takes; `None` begins a new chat.
+    """
+    with reporting_errors():
+        settings = wiring.read_settings(flags)
+        if is_plain or (_has_terminal() and not _has_screen()):
+            chat_plainly(settings, chat)
+        elif _has_screen():
+            _open_app(settings, chat)
+        else:
+            ask_fixed_question(settings, has_own_limit=flags.get("max_tokens") is not None)
+
+
+def _has_terminal() -> bool:
+    return all(s is not None and s.isatty() for s in (sys.stdin, sys.stdout))
+
+
+def _has_screen() -> bool:
+    return wiring.is_terminal(sys.stdin) and wiring.is_terminal(sys.stdout)
+
+
+def ask_fixed_question(settings: Settings, *, has_own_limit: bool) -> None:
+    """Shows that it works: prepares the model, asks, and is brief about it."""
+    from ..answer import Answer
+    from .run import answer_prompt
+
+    if not has_own_limit:
+        limit = min(settings.sampling.max_new_tokens or FIXED_MAX_TOKENS, FIXED_MAX_TOKENS)
+        sampling = dataclasses.replace(settings.sampling, max_new_tokens=limit)
+        settings = dataclasses.replace(settings, sampling=sampling)
+    typer.echo("note: there is no terminal here; asking one question.", err=True)
+    typer.echo(f"> {FIXED_QUESTION}", err=True)
+    answer_prompt(FIXED_QUESTION, settings, Answer(), is_plain=True)
+
+
+def chat_plainly(settings: Settings, chat: str | None) -> None:
+    """Chats line by line on the standard streams.
+
+    Raises:
+        MiraError: The chat or the model cannot be opened.
+        KeyboardInterrupt: The person interrupted twice.
+    """
+    from ..conversation import Conversation
+    from ..kept_chat import KeptChat
+    from ..plain_chat import PlainChat
+
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError):
+            stream.reconfigure(errors="replace")
+    lines = sys.stdin.buffer if sys.stdin is not None else io.BytesIO()
+    is_prompting = sys.stdin is not None and sys.stdin.isatty()
+    with wiring.opened_history() as (store, make):
+        kept = KeptChat(store, make, say=lambda text: typer.echo(text, err=True))
+        conversation = Conversation(system_prompt=settings.system_prompt)
+        if chat is not None:
+            stored = _stored_chat(store, chat)
+            conversation, settings = kept.resume(stored), _with_model_of(stored, settings)
+        with wiring.make_client() as client:
+            plain = PlainChat(
+                client,
+                wiring.make_answerer(client, settings, is_plain=True),
+                settings,
+                kept=kept,
+                conversation=conversation,
+                lines=lines,
+                out=sys.stdout,
+                err=sys.stderr,
+                is_prompting=is_prompting,
+            )
+            has_succeeded = plain.run()
+    if not (has_succeeded or is_prompting):
+        raise typer.Exit(1)
+
+
+def _stored_chat(store: Any | None, chat: str) -> Any:
+    from mira_engine.api import ConfigError
+
+    from ..kept_chat import find_chat
+
+    if store is None:
+        raise ConfigError("No chats are kept here.", hint="Begin one: mira-chat chat.")
+    return find_chat(store, chat)
+
+
+def _with_model_of(stored: Any, settings: Settings) -> Settings:
+    """Takes a chat's own model, unless the person named another."""
+    if settings.is_model_given or not stored.model:
+        return settings
+    return dataclasses.replace(settings, model=stored.model, is_model_given=True)
+
+
+def _open_app(settings: Settings, chat: str | None) -> None:
+    from ..controller import ChatController
+    from ..tui.app import MiraApp
+
+    stored = None
+    if chat is not None:
+        with wiring.opened_history() as (store, _):
+            stored = _stored_chat(store, chat)
+        settings = _with_model_of(stored, settings)
+    client = wiring.make_client()
+    try:
+        controller = ChatController(client, wiring.make_catalog(), settings)
+        if stored is not None:
+            controller.open_chat(stored)
+        MiraApp(controller).run()
+    finally:
+        client.close()

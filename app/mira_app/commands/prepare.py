@@ -1,0 +1,91 @@
+"""`mira-chat pull` and `mira-chat prepare`: make a model ready."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .. import wiring
+from ..options import Flags, Plain, takes_settings
+from ..reporting import reporting_errors
+
+NoPredictors = Annotated[
+    bool,
+    typer.Option("--no-predictors", help="Train none; the model chats without them."),
+]
+Calibration = Annotated[
+    Path | None,
+    typer.Option(
+        "--calibration",
+        metavar="FILE",
+        help="Train predictors on the prompts of a text file, blank lines between them.",
+        show_default=False,
+    ),
+]
+
+
+@takes_settings("precision")
+def prepare(
+    model: Annotated[str, typer.Argument(help="`builtin`, or the folder of a checkpoint.")],
+    flags: Flags,
+    no_predictors: NoPredictors = False,
+    calibration: Calibration = None,
+    is_plain: Plain = False,
+) -> None:
+    """Makes a model ready: fetches, checks, converts, trains predictors. Goes on where it was
+    interrupted.
+    """
+    if no_predictors and calibration is not None:
+        raise typer.BadParameter("--calibration makes predictors, --no-predictors makes none")
+    _make_ready(
+        model,
+        flags,
+        is_predicting=not no_predictors,
+        calibration=calibration,
+        is_plain=is_plain,
+        is_forced=False,
+    )
+
+
+@takes_settings("precision")
+def pull(
+    model: Annotated[
+        str, typer.Argument(help="`owner/name` on the hub, also with `@revision`, or a folder.")
+    ],
+    flags: Flags,
+    no_predictors: NoPredictors = False,
+    is_plain: Plain = False,
+) -> None:
+    """Downloads a model and makes it ready, with bytes, rate and time left. Goes on where it
+    was interrupted.
+    """
+    _make_ready(
+        model,
+        flags,
+        is_predicting=not no_predictors,
+        calibration=None,
+        is_plain=is_plain,
+        is_forced=True,
+    )
+
+
+def _make_ready(
+    model: str,
+    flags: Flags,
+    *,
+    is_predicting: bool,
+    calibration: Path | None,
+    is_plain: bool,
+    is_forced: bool,
+) -> None:
+    with reporting_errors():
+        settings = wiring.read_settings({**flags, "model": model})
+        with wiring.make_client() as client:
+            wiring.make_answerer(client, settings, is_plain=is_plain).prepare(
+                is_forced=is_forced,
+                is_predicting=is_predicting,
+                calibration=None if calibration is None else str(calibration.absolute()),
+            )
+        typer.echo(f"{model} is ready in {settings.engine.precision}.", err=True)

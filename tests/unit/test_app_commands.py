@@ -1,0 +1,341 @@
+"""The commands of the program: what they take, print and refuse."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from app_fakes import FakeLibrary
+from mira_app import cli, wiring
+from mira_app.catalog import CatalogEntry
+from mira_app.commands import COMMANDS
+from mira_app.model_list import model_lines, models_json
+from mira_app.options import CHAT_SETTINGS, OPTIONS, takes_settings
+from mira_app.progress import LineProgress, duration_text
+from mira_app.settings import load_settings
+from mira_engine import api
+from typer.testing import CliRunner
+
+PROGRAM = Path(__file__).parents[1] / "app_fakes.py"
+TIMEOUT_S = 120
+
+
+@pytest.fixture
+def invoke(monkeypatch):
+    monkeypatch.setenv("TERMINAL_WIDTH", "100")
+
+    def run(*args: str, stdin: str | bytes | None = None):
+        return CliRunner().invoke(cli.app, list(args), input=stdin, prog_name="mira-chat")
+
+    return run
+
+
+@pytest.fixture
+def mira(tmp_path):
+    """The program as a process, against the fake engine."""
+
+    def run(*args: str, modes: str = "", stdin: str = ""):
+        return subprocess.run(
+            [sys.executable, str(PROGRAM), str(tmp_path / "marker"), modes, *args],
+            input=stdin, capture_output=True, text=True, timeout=TIMEOUT_S,
+        )  # fmt: skip
+
+    return run
+
+
+# -- how commands are found and what they share ---------------------------------------------
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_command_of_the_table_is_there_and_explains_itself(invoke, name):
+    command = COMMANDS[name]
+    module = importlib.import_module(f"mira_app.commands.{command.module}")
+    assert callable(getattr(module, command.function))
+    done = invoke(name, "--help")
+    assert done.exit_code == 0, done.output
+    assert f"mira-chat {name} " in done.output
+    assert command.summary.endswith(".")
+
+
+def test_help_lists_every_command_and_imports_none():
+    code = (
+        "import sys, json\n"
+        "from typer.testing import CliRunner\n"
+        "from mira_app import cli\n"
+        "print(CliRunner().invoke(cli.app, ['--help']).output)\n"
+        "print(json.dumps([m for m in sys.modules if m.startswith(('mira_', 'textual', 'torch'))]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    *shown, loaded = done.stdout.splitlines()
+    names = [line.split()[0] for line in shown[shown.index("Commands:") + 1 :] if line.strip()]
+    assert names == list(COMMANDS)
+    assert set(json.loads(loaded)) == {
+        "mira_app", "mira_app.cli", "mira_app.commands", "mira_app.options", "mira_app.reporting",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("moddels",), "No such command 'moddels'. Did you mean models?"),
+        (("doctr",), "Did you mean doctor?"),
+        (("zzz",), "See mira-chat --help."),
+        (("run", "--modle", "x"), "--model"),
+        (("--bugdet", "1GiB"), "--budget"),
+        (("completion", "tcsh"), "bash"),
+        (("chat", "abc", "--continue"), "leave the id out"),
+        (("run", "--json", "--json-events", "x"), "one of them"),
+        (("--plain", "models"), "options come after the command"),
+        (("export",), "name one chat, or give --all"),
+        (("export", "--all", "--format", "md"), "jsonl"),
+    ],
+)
+def test_wrong_usage_exits_2_and_names_the_nearest(invoke, args, said):
+    done = invoke(*args)
+    assert done.exit_code == 2, done.output
+    assert said in " ".join(done.output.replace("│", " ").split())
+
+
+def test_each_shared_option_is_a_setting():
+    values = {"model": "m", "system": "s", "trace": "t", "prefetch": False, "compile": "off"}
+    values |= {"precision": "int8", "dtype": "float32", "draft_experts": "all"}
+    values |= {
+        "draft_dense": "auto",
+        "context": 64,
+        "min_p": 0.5,
+        "budget": "1GiB",
+        "memory": "1GiB",
+        "link_rate": "1GB",
+    }
+    given = {name: values.get(name, 1) for name in OPTIONS}
+    settings = load_settings(given, {})
+    assert settings.engine.trace_path == "t"
+    assert settings.engine.is_prefetch_enabled is False
+    assert "trace" not in CHAT_SETTINGS
+
+
+def test_takes_settings_puts_options_where_flags_stood_and_hands_them_on():
+    seen = {}
+
+    @takes_settings("budget", "k")
+    def command(first: str, flags: dict, last: bool = False) -> None:
+        seen.update(first=first, flags=flags, last=last)
+
+    import inspect
+
+    assert list(inspect.signature(command).parameters) == ["first", "budget", "k", "last"]
+    command(first="a", budget="1GiB", k=None, last=True)
+    assert seen == {"first": "a", "flags": {"budget": "1GiB", "k": None}, "last": True}
+    with pytest.raises(KeyError):
+        takes_settings("no_such_setting")(lambda flags: None)
+
+
+# -- models -----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Facts:
+    num_experts: int = 64
+    download_bytes: int = 5 * 2**30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RichEntry(CatalogEntry):
+    state: api.FinishReason = api.FinishReason.LENGTH
+    facts: Facts | None = None
+    prepared_bytes: int | None = 3 * 2**20
+    license: str = ""
+
+
+def test_models_show_whatever_figures_a_catalog_gives():
+    entry = RichEntry(model="a/b\x1b[31m", title="A", about="b", is_ready=True, facts=Facts())
+    name, what, figures = model_lines([entry], api.Precision.NESTED)
+    assert (name, what) == ("a/b", "    A: b")
+    assert figures == "    nested: length · num experts 64 · download 5.0 GiB · prepared 3.0 MiB"
+    (told,) = json.loads(models_json([entry]))
+    assert told["facts"] == {"num_experts": 64, "download_bytes": 5 * 2**30}
+    assert told["is_ready"] is True
+
+
+def test_models_without_more_show_their_state():
+    entry = CatalogEntry(model="builtin", title="A", about="b", is_ready=False)
+    assert list(model_lines([entry], api.Precision.INT8))[-1] == "    int8: not prepared"
+
+
+def test_pull_tells_bytes_rate_and_time_left():
+    clock = iter([0.0, 1.0, 2.0, 3.0, 9.0]).__next__
+    out = io.StringIO()
+    display = LineProgress(out, clock)
+
+    def show(step: str, done: int, total: int, unit: str = "bytes") -> None:
+        display.show(
+            api.PrepareProgress(request_id="r", step=step, done=done, total=total, unit=unit)
+        )
+
+    mib = 2**20
+    show("download", 400 * mib, 1000 * mib)  # what was there before costs no time
+    show("download", 500 * mib, 1000 * mib)
+    show("download", 600 * mib, 1000 * mib)
+    show("convert", 1, 30, "layers")
+    show("convert", 9, 30, "layers")
+    assert out.getvalue().splitlines() == [
+        "prepare: download, 400.0 MiB of 1000.0 MiB",
+        "prepare: download, 500.0 MiB of 1000.0 MiB · 100.0 MiB/s · 5 s left",
+        "prepare: download, 600.0 MiB of 1000.0 MiB · 100.0 MiB/s · 4 s left",
+        "prepare: convert, 1 of 30 layers",
+        "prepare: convert, 9 of 30 layers",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(4.4, "4 s"), (120, "2 min"), (7500, "2 h 05 min"), (89.6, "90 s")]
+)
+def test_time_left_is_short(seconds, text):
+    assert duration_text(seconds) == text
+
+
+def test_pull_prepares_even_what_looks_ready(mira):
+    assert mira("pull", "builtin").returncode == 0
+    again = mira("pull", "builtin")
+    assert again.returncode == 0
+    assert "prepare: convert" in again.stderr
+    assert "builtin is ready in nested." in again.stderr
+    assert "prepare: convert" not in mira("prepare", "builtin", "--no-predictors").stderr
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch):
+    made = FakeLibrary(tmp_path / "removed")
+    monkeypatch.setattr(wiring, "make_library", lambda: made)
+    return made
+
+
+def test_rm_says_what_it_frees(invoke, library):
+    done = invoke("rm", "owner/moe", "--yes")
+    assert (done.exit_code, done.stdout) == (0, "")
+    assert done.stderr == "Removed owner/moe: 3.0 MiB are free again.\n"
+    assert library.removed.exists()
+    assert invoke("rm", "owner/moe", "--yes").stderr == "Nothing was made for owner/moe.\n"
+
+
+def test_rm_removes_nothing_where_nobody_can_be_asked(invoke, library):
+    done = invoke("rm", "owner/moe")
+    assert done.exit_code == 2
+    assert "This frees 3.0 MiB." in done.stderr
+    assert "hint: Give --yes." in done.stderr
+    assert not library.removed.exists()
+
+
+def test_rm_of_unknown_model_exits_1(invoke, library):
+    done = invoke("rm", "nope", "--yes")
+    assert done.exit_code == 1
+    assert "no model 'nope'" in done.stderr
+
+
+# -- config and completion --------------------------------------------------------------------
+
+
+class FakeConfigReports:
+    def __init__(self, problems=()) -> None:
+        self.problems = problems
+        self.asked: list[Path] = []
+
+    def make_config_report(self, environ, path):
+        self.asked.append(path)
+        return self
+
+    def init_config(self, path):
+        return f"wrote {path}"
+
+    def lines(self):
+        return ["model  builtin  default"]
+
+    def to_json(self):
+        return '{"settings": {}}'
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ((), "model  builtin  default\n"),
+        (("--json",), '{"settings": {}}\n'),
+        (("--init",), "wrote "),
+    ],
+)
+def test_config_prints_the_report(invoke, monkeypatch, args, said):
+    monkeypatch.setattr(wiring, "config_report_module", FakeConfigReports)
+    done = invoke("config", *args)
+    assert done.exit_code == 0, done.output
+    assert done.stdout.startswith(said)
+
+
+def test_config_with_a_problem_exits_2_and_prints_the_report_all_the_same(invoke, monkeypatch):
+    monkeypatch.setattr(wiring, "config_report_module", lambda: FakeConfigReports(["wrong"]))
+    done = invoke("config")
+    assert done.exit_code == 2
+    assert done.stdout == "model  builtin  default\n"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_prints_a_script_for_this_program(invoke, shell):
+    done = invoke("completion", shell)
+    assert done.exit_code == 0
+    assert "mira-chat" in done.stdout
+    assert "_MIRA_CHAT_COMPLETE" in done.stdout
+
+
+def test_completion_script_completes_commands_and_options(tmp_path):
+    """As bash does it: the script is evaluated, and its function asked."""
+    program = tmp_path / "mira-chat"
+    program.write_text(f"#!{sys.executable}\nimport mira_app.cli\nmira_app.cli.main()\n")
+    program.chmod(0o755)
+    ask = (
+        f'PATH="{tmp_path}:$PATH"; eval "$(mira-chat completion bash)"; complete -p mira-chat; '
+        "ask() { _mira_chat_completion mira-chat; echo ${COMPREPLY[@]}; }; "
+        "COMP_WORDS=(mira-chat do); COMP_CWORD=1; ask; "
+        "COMP_WORDS=(mira-chat run --draft); COMP_CWORD=2; ask"
+    )
+    done = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, timeout=TIMEOUT_S)
+    binding, commands, options = done.stdout.splitlines()
+    assert "mira-chat" in binding
+    assert commands == "doctor"
+    assert options.split() == ["--draft-experts", "--draft-dense"]
+
+
+# -- bench ------------------------------------------------------------------------------------
+
+
+def test_bench_reports_medians_of_shipped_prompts(mira):
+    done = mira("bench", "--quick", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert [each["kind"] for each in report["replies"]] == ["continuation", "chat", "code"]
+    assert report["medians"] == {
+        "ttft_s": 0.25, "tokens_per_s": 8.0, "hit_rate": 0.9, "stall_ms_per_token": 2.0,
+        "acceptance_rate": 0.75,
+    }  # fmt: skip
+    table = mira("bench", "--quick").stdout.splitlines()
+    assert table[0].startswith("Fake MoE, loaded in")
+    assert len(table) == 2 + 3 + 1
+    assert table[-1].split() == ["median", "0.25", "8.00", "90.0%", "2.00", "75.0%"]
+
+
+def test_bench_medians_leave_out_replies_without_a_draft():
+    from mira_app.benchmark import BenchReply, BenchReport
+
+    def reply(drafted: int, accepted: int) -> BenchReply:
+        stats = api.ReplyStats(num_new_tokens=2, num_drafted=drafted, num_accepted=accepted)
+        return BenchReply(kind="chat", prompt="p", stats=stats)
+
+    def median(*replies: BenchReply) -> float:
+        return BenchReport(loaded=None, replies=replies).medians["acceptance_rate"]
+
+    assert median(reply(0, 0), reply(4, 3), reply(4, 1)) == 0.5
+    assert median(reply(0, 0)) == 0.0
