@@ -26,6 +26,10 @@ ADDED_FILE = "added_models.json"
 """In the data directory: repositories and folders that the person put into the menu."""
 
 _ABOUT_BUILTIN = "a 135M model upcycled to MoE; poor facts, good for seeing the engine work"
+_ABOUT_UNSEEN = "added by you; known once it is downloaded"
+_WHOLE_SHARE = 0.98
+"""Of a published size, which is rounded: what counts as a whole download."""
+
 _REPO = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", re.ASCII)
 
 
@@ -223,14 +227,16 @@ class LibraryCatalog:
             state = ModelState.READY
         elif ready:
             state = ModelState.PREPARED
-        elif not is_repo_name(model) and (home.checkpoint_dir / "config.json").is_file():
+        elif self._is_downloaded(home, facts):
             state = ModelState.DOWNLOADED
         else:
             state = ModelState.AVAILABLE
         prepared = self._size(home, ready) if ready else None
         if prepared is None and facts is not None:
             prepared = expected_prepared_bytes(facts, precision)
-        about = facts.about if facts is not None else str(home.checkpoint_dir)
+        is_unseen = facts is None and is_repo_name(model) and not ready
+        about = _ABOUT_UNSEEN if is_unseen else str(home.checkpoint_dir)
+        about = facts.about if facts is not None else about
         return CatalogEntry(
             model=model,
             title=facts.title if facts is not None else home.title,
@@ -242,6 +248,16 @@ class LibraryCatalog:
             is_size_measured=bool(ready),
             is_removable=home.root.exists() or self._is_added(model),
         )
+
+    def _is_downloaded(self, home: ModelHome, facts: CatalogModel | None) -> bool:
+        """Whether all weights seem to be here; whether they are whole is `prepare`'s to say."""
+        if not (home.checkpoint_dir / "config.json").is_file():
+            return False
+        if not is_repo_name(home.name):
+            return True
+        if facts is None:
+            return False
+        return self.disk_bytes(home.name) >= _WHOLE_SHARE * facts.download_bytes
 
     def _size(self, home: ModelHome, ready: tuple[Precision, ...]) -> int:
         """Bytes of what is prepared; walks the folders once for each set of precisions."""
@@ -292,7 +308,7 @@ def _hub_entry(name: str, precision: Precision, *, is_removable: bool) -> Catalo
     return CatalogEntry(
         model=facts.repo if facts is not None else name,
         title=facts.title if facts is not None else name,
-        about=facts.about if facts is not None else "added by you; known once it is downloaded",
+        about=facts.about if facts is not None else _ABOUT_UNSEEN,
         is_ready=False,
         facts=facts,
         prepared_bytes=expected_prepared_bytes(facts, precision) if facts is not None else None,

@@ -96,7 +96,9 @@ def cell(row: ModelRow, column: Column) -> str:
     if column is Column.NAME:
         return entry.title
     if column is Column.PARAMETERS:
-        return f"{facts.total_billions:g} / {facts.active_billions:g}" if facts else "-"
+        if facts is None:
+            return "-"
+        return f"{_short(facts.total_billions, 100)} / {_short(facts.active_billions, 10)}"
     if column is Column.DOWNLOAD:
         return format_bytes(facts.download_bytes) if facts else "-"
     if column is Column.PREPARED:
@@ -105,6 +107,10 @@ def cell(row: ModelRow, column: Column) -> str:
         about = "" if entry.is_size_measured else "~"
         return about + format_bytes(entry.prepared_bytes)
     return verdict_text(row) if column is Column.VERDICT else state_text(row)
+
+
+def _short(number: float, bound: float) -> str:
+    return f"{number:.1f}" if number < bound else f"{number:.0f}"
 
 
 def verdict_text(row: ModelRow) -> str:
@@ -204,8 +210,8 @@ def details(row: ModelRow, *, free_bytes: int | None) -> Iterator[tuple[str, Ton
     if free_bytes is not None:
         yield _disk_line(entry, free_bytes)
     if entry.facts is not None:
-        yield _shape_line(entry), Tone.PLAIN
         yield _licence_line(entry), Tone.PLAIN
+        yield _shape_line(entry), Tone.PLAIN
 
 
 def _verdict_line(row: ModelRow) -> tuple[str, Tone]:
