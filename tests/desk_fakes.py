@@ -159,9 +159,7 @@ class DeskScene:
         self.shelf.ready.add(model)
         call = self.job_call
         call.deliver(
-            api.PrepareDone(
-                request_id=call.request_id, model=model, precision=api.Precision.NESTED
-            )
+            api.PrepareDone(request_id=call.request_id, model=model, precision=api.Precision.NESTED)
         )
         self.menu.poll_desk()
         await pilot.pause()

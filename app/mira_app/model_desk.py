@@ -10,7 +10,8 @@ from mira_engine.api import EngineConfig
 
 from .catalog import Shelf
 from .engine_client import EngineClient
-from .jobs import JobRunner, Jobs
+from .job import Jobs
+from .jobs import JobRunner
 from .verdicts import VerdictBoard, Verdicts
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from mira_engine.api import format_bytes
 
 from .catalog import BUILTIN, CatalogEntry, ModelState
-from .jobs import Job, JobState, JobStep
+from .job import Job, JobState, JobStep
 from .verdicts import FitVerdict
 
 _GAP = 2

@@ -8,7 +8,8 @@ import time
 import pytest
 from app_fakes import FakeEngineClient, fake_engine_command
 from mira_app.engine_client import EngineClient
-from mira_app.jobs import JOBS_FILE, Job, JobRunner, JobState, JobStep, job_text
+from mira_app.job import Job, JobState, JobStep, job_text
+from mira_app.jobs import JOBS_FILE, JobRunner
 from mira_app.model_rows import steps_line
 from mira_app.rate import RateEstimator, duration_text
 from mira_engine import api

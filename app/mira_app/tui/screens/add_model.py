@@ -16,7 +16,7 @@ from mira_app.sanitise import sanitise
 
 _HINT = (
     "owner/name or the address of a model's page on the hub, or a folder with config.json and "
-    "safetensors files. Nothing is downloaded yet: the menu says first how it would run."
+    "safetensors files. Nothing is downloaded before you pick it in the menu."
 )
 
 

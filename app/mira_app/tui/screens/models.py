@@ -13,18 +13,18 @@ from textual.containers import Vertical, VerticalScroll
 from textual.content import Content
 from textual.message import Message
 from textual.screen import Screen
-from textual.widgets import DataTable, Footer, Input, ProgressBar, Static
+from textual.widgets import DataTable, Footer, Input, Static
 
-from mira_app.answer import progress_text
 from mira_app.catalog import CatalogEntry
 from mira_app.controller import ChatController, Stage, Update
-from mira_app.jobs import Job, JobNews, JobState, job_text
+from mira_app.job import Job, JobNews, JobState
 from mira_app.model_desk import ModelDesk
-from mira_app.model_rows import Column, ModelRow, Tone, details, matching, ordered, steps_line
+from mira_app.model_rows import Column, ModelRow, Tone, details, matching, ordered
 from mira_app.sanitise import sanitise
 from mira_app.tui.screens.add_model import AddModelScreen
 from mira_app.tui.screens.remove_model import RemoveModelScreen
 from mira_app.tui.widgets.model_table import ModelList
+from mira_app.tui.widgets.work_view import WorkView
 
 _REREAD_INTERVAL_S = 2.0
 _DESK_INTERVAL_S = 0.25
@@ -81,10 +81,7 @@ class ModelsScreen(Screen[None]):
     model_list = getters.query_one("#models", ModelList)
     search = getters.query_one("#search", FilterInput)
     pane = getters.query_one("#details", Static)
-    work = getters.query_one("#work", Vertical)
-    step = getters.query_one("#step", Static)
-    bar = getters.query_one("#progress", ProgressBar)
-    steps = getters.query_one("#steps", Static)
+    work = getters.query_one("#work", WorkView)
     note = getters.query_one("#note", Static)
     problem = getters.query_one("#problem", Static)
 
@@ -111,10 +108,7 @@ class ModelsScreen(Screen[None]):
             yield ModelList(id="models")
             with VerticalScroll(id="pane", can_focus=False):
                 yield Static(id="details")
-            with Vertical(id="work"):
-                yield Static(id="step")
-                yield ProgressBar(id="progress", show_eta=self._desk is None)
-                yield Static(id="steps")
+            yield WorkView(has_eta=self._desk is None, id="work")
             yield Static("Stopped; what was finished is kept.", id="note")
             yield Static(id="problem")
         yield Footer(show_command_palette=False)
@@ -241,12 +235,7 @@ class ModelsScreen(Screen[None]):
         jobs = [job for job in self._desk.jobs.jobs if job.is_active]
         self.work.display = bool(jobs)
         if jobs:
-            job, more = jobs[0], f" · {len(jobs) - 1} more waiting" if len(jobs) > 1 else ""
-            self.step.update(Content(sanitise(f"{job.title}: {job_text(job)}{more}")))
-            self.steps.update(Content(steps_line(job.step)))
-            is_counted = job.progress is not None and job.progress.total > 0
-            total = job.progress.total if job.progress is not None and is_counted else None
-            self.bar.update(total=total, progress=job.progress.done if job.progress else 0)
+            self.work.show_job(jobs[0], num_waiting=len(jobs) - 1)
 
     @property
     def _marked_job(self) -> Job | None:
@@ -407,7 +396,7 @@ class ModelsScreen(Screen[None]):
     def action_stop(self) -> None:
         """Stops a preparation or a load; what it finished is kept."""
         if self._controller.stop():
-            self._show_work(self._controller.stage)
+            self.work.show_controller(self._controller)
 
     def action_chat(self) -> None:
         """Goes back."""
@@ -461,29 +450,13 @@ class ModelsScreen(Screen[None]):
             # Nothing but a stop leads back from the work to the beginning.
             self.note.display = stage is Stage.IDLE and self.work.display
             self.work.display = is_busy
-            self.steps.update("")
             self.model_list.disabled = is_busy
             self.show_models()
             if not is_busy and self.is_current:
                 self.model_list.focus()
             self.refresh_bindings()
         if is_busy:
-            self._show_work(stage)
-
-    def _show_work(self, stage: Stage) -> None:
-        entry, progress = self._controller.entry, self._controller.progress
-        title = entry.title if entry is not None else ""
-        if self._controller.is_stopping:
-            self.step.update("stopping ...")
-        elif stage is Stage.LOADING:
-            self.step.update(Content(f"Loading {title} ..."))
-            self.bar.update(total=None)
-        elif progress is None:
-            self.step.update(Content(f"Preparing {title}: starting the engine ..."))
-            self.bar.update(total=None)
-        else:
-            self.step.update(Content(f"Preparing {title}: {sanitise(progress_text(progress))}"))
-            self.bar.update(total=progress.total or None, progress=progress.done)
+            self.work.show_controller(self._controller)
 
 
 def _message(job: Job) -> str:
