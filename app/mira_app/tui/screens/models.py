@@ -57,6 +57,7 @@ class ModelsScreen(Screen[None]):
     VERTICAL_BREAKPOINTS = [(0, "-short"), (_MIDDLE_ROWS, "-middle"), (_TALL_ROWS, "-tall")]
     BINDINGS = [
         Binding("escape", "stop", "Stop", id="models.stop"),
+        Binding("escape", "end_filter(False)", "All models", id="models.all"),
         Binding("p", "toggle_pause", "Pause/go on", id="models.pause"),
         Binding("r", "retry", "Try again", id="models.retry"),
         Binding("x", "cancel_job", "Give up", id="models.cancel"),
@@ -127,6 +128,11 @@ class ModelsScreen(Screen[None]):
         if not self.search.display:
             self.model_list.focus()
 
+    def on_screen_suspend(self) -> None:
+        """Asks no more plans than the one under way, while nobody looks."""
+        if self._desk is not None:
+            self._desk.verdicts.want((), is_memory_free=self._controller.loaded is None)
+
     # -- what is listed
 
     def reread(self) -> None:
@@ -188,7 +194,7 @@ class ModelsScreen(Screen[None]):
         known = any(desk.verdicts.of(entry.model) is not None for entry in self._entries)
         is_working = any(job.is_active for job in desk.jobs.jobs) and not known
         idle = (Stage.IDLE, Stage.READY, Stage.FAILED)
-        is_asked = self.is_current and self._controller.stage in idle and not is_working
+        is_asked = self.is_active and self._controller.stage in idle and not is_working
         marked = self.model_list.marked
         first = [e for e in self._entries if marked is not None and e == marked.entry]
         wanted = (*first, *(entry for entry in self._entries if entry not in first))
@@ -226,7 +232,7 @@ class ModelsScreen(Screen[None]):
             return
         model, self._wanted = self._wanted, None
         is_free = self._controller.loaded is None and not self._is_busy
-        if model is not None and is_free and self.is_current:
+        if model is not None and is_free and self.is_active:
             self.post_message(self.Chosen(model))
 
     def _draw_job(self) -> None:
@@ -407,6 +413,8 @@ class ModelsScreen(Screen[None]):
         del parameters
         if action == "stop":
             return self._is_busy
+        if action == "end_filter":
+            return self.is_mounted and self.search.display
         if action == "chat":
             return self._controller.loaded is not None and not self._is_busy
         if action in (*_JOB_ACTIONS, "add", "remove", "measure", "filter", "sort"):
