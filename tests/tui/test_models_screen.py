@@ -200,6 +200,21 @@ async def test_enter_on_another_model_starts_its_job_and_opens_it_when_done(make
         assert any("is ready" in toast for toast in scene.toasts)
 
 
+async def test_model_opens_once_it_can_be_loaded_and_its_predictors_are_put_off(make_scene):
+    scene = make_scene()
+    async with scene.app.run_test(size=(80, 24)) as pilot:
+        await scene.open(pilot)
+        await scene.start(pilot, OLMOE)
+        await scene.progress(pilot, "predictors", 1, 10, "tokens")
+        assert scene.client.requests == []
+        scene.shelf.ready.add(OLMOE)
+        scene.menu.reread()
+        scene.menu.poll_desk()
+        await scene.load(pilot)
+        assert scene.job_client.cancelled == [scene.job_call]
+        assert any("predictors are put off" in toast for toast in scene.toasts)
+
+
 async def test_job_that_ends_while_another_model_answers_leaves_the_chat_alone(make_scene):
     scene = make_scene(BUILTIN)
     async with scene.app.run_test(size=(80, 24)) as pilot:

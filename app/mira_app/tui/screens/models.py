@@ -17,7 +17,7 @@ from textual.widgets import DataTable, Footer, Input, Static
 
 from mira_app.catalog import CatalogEntry
 from mira_app.controller import ChatController, Stage, Update
-from mira_app.job import Job, JobNews, JobState
+from mira_app.job import Job, JobState
 from mira_app.model_desk import ModelDesk
 from mira_app.model_rows import Column, ModelRow, Tone, details, matching, ordered
 from mira_app.sanitise import sanitise
@@ -220,20 +220,34 @@ class ModelsScreen(Screen[None]):
             self._draw()
         if news.is_changed:
             self.refresh_bindings()
-        self._open_wanted(news)
+        self._open_wanted()
 
     def _welcome(self, job: Job) -> None:
         notes = "".join(f"\n{note}" for note in job.notes)
         self.app.notify(sanitise(f"{job.title} is ready.{notes}"), markup=False)
 
-    def _open_wanted(self, news: JobNews) -> None:
-        """Loads the model whose job the person started here, unless another answers already."""
-        if self._wanted not in [job.model for job in news.finished]:
+    def _open_wanted(self) -> None:
+        """Loads the model whose job the person started here, as soon as it can be loaded.
+
+        Unless another answers already; predictors are not waited for.
+        """
+        ready = [entry.model for entry in self._entries if entry.is_ready]
+        if self._wanted not in ready or not self.is_active:
             return
         model, self._wanted = self._wanted, None
-        is_free = self._controller.loaded is None and not self._is_busy
-        if model is not None and is_free and self.is_active:
-            self.post_message(self.Chosen(model))
+        if model is not None and self._controller.loaded is None and not self._is_busy:
+            self._open(model)
+
+    def _open(self, model: str) -> None:
+        """Has a ready model loaded; the rest of its job, which needs it too, is put off."""
+        if self._desk is not None:
+            for job in self._desk.jobs.jobs:
+                if job.model == model and job.is_active:
+                    self._desk.jobs.pause(model)
+                    self.app.notify(
+                        "Its predictors are put off while you chat: p in the menu goes on."
+                    )
+        self.post_message(self.Chosen(model))
 
     def _draw_job(self) -> None:
         if self._desk is None or self._is_busy:
@@ -267,7 +281,7 @@ class ModelsScreen(Screen[None]):
         if row is None:
             return
         if self._desk is None or row.entry.is_ready or row.is_loaded:
-            self.post_message(self.Chosen(row.entry.model))
+            self._open(row.entry.model)
             return
         self._wanted = row.entry.model
         if row.job is not None and row.job.is_active:
