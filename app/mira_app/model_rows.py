@@ -264,13 +264,13 @@ def _licence_line(entry: CatalogEntry) -> str:
     facts = entry.facts
     assert facts is not None
     licence = (
-        f"Licence: {facts.licence}, as its page said."
+        f"Licence: {facts.licence}, as others state it; read the model's page."
         if facts.licence is not None
         else "Licence: not known here; read the model's page."
     )
     if facts.is_verified:
-        return f"{licence} Figures checked against its published files."
-    return f"{licence} Figures NOT checked against its published files."
+        return f"{licence} Shape checked against its published configuration."
+    return f"{licence} Shape NOT checked against its published configuration."
 
 
 def steps_line(step: JobStep | None) -> str:

@@ -27,8 +27,9 @@ class CatalogModel:
         has_bias: Whether experts have biases.
         download_bytes: Weights as they are published.
         context_tokens: Tokens it was trained to read, `None` where that was not checked.
-        licence: Where it is known.
-        is_verified: Whether the figures were compared with a published `config.json`.
+        licence: As others state it, `None` where that was not found.
+        is_verified: Whether shape and context were compared with the published `config.json`
+            of the model, or of the base it was tuned from.
         config: Fields of `config.json` that a plan needs; empty where they are not known.
     """
 

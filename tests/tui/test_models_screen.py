@@ -158,10 +158,10 @@ async def test_details_tell_disk_licence_and_what_was_checked(make_scene):
         await scene.mark(pilot, GRANITE)
         assert "58.6 GiB once it is prepared" in scene.details_text()
         assert "Licence: Apache-2.0" in scene.details_text()
-        assert "Figures checked" in scene.details_text()
+        assert "Shape checked" in scene.details_text()
         await scene.mark(pilot, "zai-org/GLM-4.5-Air")
         assert "47.8 GiB too few" in scene.details_text()
-        assert "Figures NOT checked" in scene.details_text()
+        assert "Shape NOT checked" in scene.details_text()
 
 
 # -- picking
