@@ -15,6 +15,7 @@ from mira_app.model_sizes import expected_prepared_bytes
 from mira_app.settings import Settings
 from mira_app.tui.app import MiraApp
 from mira_app.tui.screens.models import ModelsScreen
+from mira_app.tui.widgets.composer import Composer
 from mira_app.tui.widgets.model_table import ModelList
 from mira_app.verdicts import VerdictBoard
 from mira_assets.models import load_models
@@ -191,4 +192,4 @@ class DeskScene:
         """Answers the chat's engine that the model is loaded."""
         await until(pilot, lambda: bool(self.client.calls))
         self.client.deliver_loaded(PLAN)
-        await until(pilot, lambda: self.app.screen is self.app.chat_screen)
+        await until(pilot, lambda: isinstance(self.app.focused, Composer))
