@@ -13,9 +13,9 @@ from mira_app.controller import ChatController
 from mira_app.settings import Settings
 from mira_app.tui.app import MiraApp
 from mira_app.tui.screens.help import HelpScreen
-from mira_app.tui.screens.models import ModelList
 from mira_app.tui.widgets.composer import Composer
 from mira_app.tui.widgets.messages import InfoMessage, ReplyMessage
+from mira_app.tui.widgets.model_table import ModelList
 from mira_engine import api
 from textual.widgets.markdown import MarkdownBlock
 
@@ -141,7 +141,7 @@ class Scene:
             )
         )
         await self.poll(pilot)
-        step = self.app.models_screen.step
+        step = self.app.models_screen.work.step
         await until(pilot, lambda: "12 of 30" in str(step.content))
         await settle(pilot)
 

@@ -20,6 +20,9 @@ Run as `python fake_engine.py [MODE ...]`; a mode changes one behaviour:
     thinking        the reply begins with thinking
     echo            the reply is the chat that was sent, a line for each message
     no-link         DescribeMachine finds a problem
+    full-prepare    preparation reports a download, a check, a conversion and predictors
+    fail-prepare=E  PrepareModel ends with the error of that name
+    fail-profile    ProfileModel ends with a BudgetError
     marker=PATH     creates PATH when preparation is done
 """
 
@@ -101,6 +104,13 @@ FACTS = (
 )
 THOUGHTS = ("Hm, ", "a \x1b[31mcache.")
 WORDS = ("A cache ", "keeps ", "**hot** ", "things ", "near.")
+FULL_STEPS = (
+    {"step": "download", "done": 2**30, "total": 4 * 2**30, "unit": "bytes", "detail": "1 of 2"},
+    {"step": "check", "done": 4 * 2**30, "total": 4 * 2**30, "unit": "bytes"},
+    {"step": "convert", "done": 2**20, "total": 2**30, "unit": "bytes", "detail": "int8, layer 1"},
+    {"step": "convert", "done": 2**20, "total": 2**29, "unit": "bytes", "detail": "int4, layer 1"},
+    {"step": "predictors", "done": 3, "total": 22, "unit": "layers"},
+)
 ESCAPES = ("safe \x1b", "[31mred\x1b[", "0m \x1b]0;title", "\x07done\u202e\r\n", "\tend")
 
 
@@ -163,6 +173,7 @@ class FakeEngine:
                 api.Generate: self.generate,
                 api.PlanModel: self.plan,
                 api.DescribeMachine: self.describe,
+                api.ProfileModel: self.profile,
             }[type(request)](request)
         return 0
 
@@ -172,7 +183,16 @@ class FakeEngine:
             if request.request_id in self.cancelled:
                 self.fail(request, api.CancelledError("Preparation was stopped."))
                 return
+            if "fail-prepare" in self.modes:
+                error = getattr(api, self.modes["fail-prepare"])
+                self.fail(request, error("It cannot be had.", hint="Try later."))
+                return
             done += 1
+            if "full-prepare" in self.modes and done <= len(FULL_STEPS):
+                self.emit(
+                    api.PrepareProgress(request_id=request.request_id, **FULL_STEPS[done - 1])
+                )
+                continue
             self.emit(
                 api.PrepareProgress(
                     request_id=request.request_id,
@@ -219,6 +239,19 @@ class FakeEngine:
             )
             facts = (*FACTS, broken)
         self.emit(api.MachineDescribed(request_id=request.request_id, facts=facts))
+
+    def profile(self, request: api.ProfileModel) -> None:
+        if "fail-profile" in self.modes:
+            self.fail(request, api.BudgetError("There is no room to measure.", hint="More."))
+            return
+        for done in range(1, 4):
+            self.emit(
+                api.ProfileProgress(request_id=request.request_id, done=done, total=3, detail="K 2")
+            )
+        profile = api.KProfile(best=2, acceptance=0.8, results=())
+        self.emit(
+            api.ProfileDone(request_id=request.request_id, model=request.model, profile=profile)
+        )
 
     def load(self, request: api.LoadModel) -> None:
         if "fail-load" in self.modes:

@@ -231,7 +231,7 @@ async def test_stopping_is_shown_in_the_menu_until_the_engine_has_stopped():
         for _ in range(2):
             await scene.poll(pilot)
         menu = scene.app.models_screen
-        assert str(menu.step.content) == "stopping ..."
+        assert str(menu.work.step.content) == "stopping ..."
         scene.client.calls[-1].fail(api.CancelledError("Preparation was stopped."))
         await until(pilot, lambda: menu.note.display)
         assert not menu.work.display
@@ -394,13 +394,13 @@ async def test_menu_follows_what_another_app_prepares_and_keeps_the_marked_line(
         await scene.menu(pilot)
         menu = scene.app.screen
         await pilot.press("down")
-        await until(pilot, lambda: menu.model_list.highlighted == 1)
-        unchanged = menu.model_list.get_option_at_index(0)
+        await until(pilot, lambda: menu.model_list.cursor_row == 1)
+        unchanged = menu.model_list.get_row_at(0)
         menu.reread()
-        assert menu.model_list.get_option_at_index(0) is unchanged
+        assert all(a is b for a, b in zip(menu.model_list.get_row_at(0), unchanged, strict=True))
         scene.controller._catalog.is_ready = True
         await until(pilot, lambda: "not prepared" not in menu_text(menu))
-        assert menu.model_list.highlighted == 1
+        assert menu.model_list.cursor_row == 1
 
 
 async def test_menu_is_not_reread_while_it_is_busy():
@@ -413,7 +413,9 @@ async def test_menu_is_not_reread_while_it_is_busy():
 
 
 def menu_text(menu: ModelsScreen) -> str:
-    return "\n".join(str(option.prompt) for option in menu.model_list.options)
+    table = menu.model_list
+    rows = (table.get_row_at(index) for index in range(table.row_count))
+    return "\n".join(str(cell) for row in rows for cell in row)
 
 
 async def test_footer_of_the_menu_tells_what_enter_does():
@@ -433,9 +435,9 @@ async def test_progress_bar_is_visible_in_a_small_terminal():
     async with scene.app.run_test(size=(60, 15)) as pilot:
         await scene.preparing(pilot)
         menu = scene.app.screen
-        assert menu.bar.region.height == 1
-        assert menu.bar.region.bottom <= 14
-        text = str(menu.step.content)
+        assert menu.work.bar.region.height == 1
+        assert menu.work.bar.region.bottom <= 14
+        text = str(menu.work.step.content)
         assert text.endswith("convert, 12 of 30 layers · layer 12")
 
 

@@ -1,42 +1,71 @@
-"""Pick a model; watch it being prepared and loaded."""
+"""Pick a model; watch it being downloaded, prepared and loaded."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
-from mira_engine.api import MiraError
+from mira_engine.api import MiraError, format_bytes
 from textual import getters
 from textual.app import ComposeResult
 from textual.binding import Binding
-from textual.containers import Vertical
+from textual.containers import Vertical, VerticalScroll
 from textual.content import Content
 from textual.message import Message
 from textual.screen import Screen
-from textual.widgets import Footer, OptionList, ProgressBar, Static
-from textual.widgets.option_list import Option
+from textual.widgets import DataTable, Footer, Input, Static
 
-from mira_app.answer import progress_text
 from mira_app.catalog import CatalogEntry
 from mira_app.controller import ChatController, Stage, Update
+from mira_app.job import Job, JobState
+from mira_app.model_desk import ModelDesk
+from mira_app.model_rows import Column, ModelRow, Tone, details, matching, ordered
 from mira_app.sanitise import sanitise
+from mira_app.tui.screens.add_model import AddModelScreen
+from mira_app.tui.screens.remove_model import RemoveModelScreen
+from mira_app.tui.widgets.model_table import ModelList
+from mira_app.tui.widgets.work_view import WorkView
 
 _REREAD_INTERVAL_S = 2.0
-_SHORT_ROWS = 20
+_DESK_INTERVAL_S = 0.25
+_MIDDLE_ROWS = 20
+_TALL_ROWS = 30
+_SORTED_BY = (None, Column.NAME, Column.PARAMETERS, Column.DOWNLOAD, Column.VERDICT, Column.STATE)
+_LARGEST_FIRST = (Column.VERDICT,)
+_JOB_ACTIONS = ("toggle_pause", "cancel_job", "retry")
+_COLOURS = {Tone.PLAIN: "", Tone.GOOD: "$text-success", Tone.WORK: "", Tone.BAD: "$text-error"}
 
 
-class ModelList(OptionList):
-    """The menu; says in the footer what Enter does."""
+class FilterInput(Input):
+    """What models are searched by; Escape gives the search up, Enter keeps it."""
 
-    BINDINGS = [Binding("enter", "select", "Pick", id="models.pick")]
+    BINDINGS = [
+        Binding("escape", "screen.end_filter(False)", "All models", id="models.unfilter"),
+        Binding("down", "screen.end_filter(True)", "To the list", show=False, id="models.filtered"),
+    ]
 
 
 class ModelsScreen(Screen[None]):
-    """The first screen."""
+    """The first screen.
+
+    Args of the constructor: the controller, whose models are listed; the desk with jobs and
+    verdicts, `None` where models are only picked, prepared by the chat's own engine.
+    """
 
     CSS_PATH = "models.tcss"
-    VERTICAL_BREAKPOINTS = [(0, "-short"), (_SHORT_ROWS, "-tall")]
+    AUTO_FOCUS = "#models"
+    VERTICAL_BREAKPOINTS = [(0, "-short"), (_MIDDLE_ROWS, "-middle"), (_TALL_ROWS, "-tall")]
     BINDINGS = [
         Binding("escape", "stop", "Stop", id="models.stop"),
+        Binding("escape", "end_filter(False)", "All models", id="models.all"),
+        Binding("p", "toggle_pause", "Pause/go on", id="models.pause"),
+        Binding("r", "retry", "Try again", id="models.retry"),
+        Binding("x", "cancel_job", "Give up", id="models.cancel"),
+        Binding("delete", "remove", "Remove", id="models.remove"),
+        Binding("a", "add", "Add", id="models.add"),
+        Binding("slash", "filter", "Search", id="models.filter"),
+        Binding("s", "sort", "Sort", id="models.sort"),
+        Binding("m", "measure", "Measure K", id="models.measure"),
         Binding("ctrl+o", "chat", "Back to the chat", id="models.chat"),
     ]
 
@@ -50,90 +79,344 @@ class ModelsScreen(Screen[None]):
     class Left(Message):
         """The person wants to go back to the chat."""
 
-    model_list = getters.query_one("#models", OptionList)
-    work = getters.query_one("#work", Vertical)
-    step = getters.query_one("#step", Static)
-    bar = getters.query_one("#progress", ProgressBar)
+    model_list = getters.query_one("#models", ModelList)
+    search = getters.query_one("#search", FilterInput)
+    pane = getters.query_one("#details", Static)
+    work = getters.query_one("#work", WorkView)
     note = getters.query_one("#note", Static)
     problem = getters.query_one("#problem", Static)
 
-    def __init__(self, controller: ChatController) -> None:
+    def __init__(self, controller: ChatController, desk: ModelDesk | None = None) -> None:
         super().__init__()
         self._controller = controller
+        self._desk = desk
         self._entries: tuple[CatalogEntry, ...] = ()
+        self._sorted_by: Column | None = None
+        self._is_down = False
+        self._free_bytes: int | None = None
+        self._wanted: str | None = None
+        """The model that is to be loaded once its job is done."""
 
     def compose(self) -> ComposeResult:
-        """Lays out the menu, the work under way and what went wrong."""
+        """Lays out the menu, the marked model, the work under way and what went wrong."""
         with Vertical(id="page"):
             yield Static("mira-chat", id="name")
             yield Static(
                 "Chat with Mixture-of-Experts models bigger than the memory they run in.",
                 id="claim",
             )
+            yield FilterInput(placeholder="search by name, owner, family or state", id="search")
             yield ModelList(id="models")
-            with Vertical(id="work"):
-                yield Static(id="step")
-                yield ProgressBar(id="progress", show_eta=True)
+            with VerticalScroll(id="pane", can_focus=False):
+                yield Static(id="details")
+            yield WorkView(has_eta=self._desk is None, id="work")
             yield Static("Stopped; what was finished is kept.", id="note")
             yield Static(id="problem")
         yield Footer(show_command_palette=False)
 
     def on_mount(self) -> None:
-        """Names the menu, and begins to look for what other apps prepare."""
-        self.model_list.border_title = "Pick a model"
+        """Begins to look for what other apps prepare, and for news of the jobs."""
         self.work.display = self.note.display = self.problem.display = False
+        self.search.display = False
         self.set_interval(_REREAD_INTERVAL_S, self.reread)
+        if self._desk is not None:
+            self.set_interval(_DESK_INTERVAL_S, self.poll_desk)
 
     def on_screen_resume(self) -> None:
         """Reads anew what is installed."""
         self.show_models()
-        self.model_list.focus()
+        if not self.search.display:
+            self.model_list.focus()
+
+    def on_screen_suspend(self) -> None:
+        """Asks no more plans than the one under way, while nobody looks."""
+        if self._desk is not None:
+            self._desk.verdicts.want((), is_memory_free=self._controller.loaded is None)
+
+    # -- what is listed
 
     def reread(self) -> None:
         """Reads anew what is installed, while one may pick; draws only what changed."""
         if self.is_current and not self._is_busy:
-            before = self._entries
-            if self._read_entries() and self._entries != before:
-                self._draw_entries(before)
+            self.show_models()
 
     def show_models(self) -> None:
-        """Fills the menu; the marked line stays."""
-        before = self._entries
-        if self._read_entries():
-            self._draw_entries(before)
-
-    def _read_entries(self) -> bool:
+        """Reads what is installed and fills the menu; the marked line stays."""
         try:
             self._entries = self._controller.models()
         except MiraError as error:
             self.show_problem(error)
-            return False
-        return True
+            return
+        if self._desk is not None:
+            self._free_bytes = self._desk.shelf.free_bytes()
+            self._ask_verdicts(self._desk)
+        self._draw()
 
-    def _draw_entries(self, before: tuple[CatalogEntry, ...]) -> None:
-        index = self.model_list.highlighted or 0
-        marked = before[index].model if index < len(before) else None
-        loaded = self._controller.loaded
-        self.model_list.clear_options()
-        self.model_list.add_options(
-            Option(_option_content(entry, loaded is not None and loaded.model == entry.model))
+    def _rows(self) -> list[ModelRow]:
+        loaded, desk = self._controller.loaded, self._desk
+        jobs = {job.model: job for job in desk.jobs.jobs} if desk is not None else {}
+        return [
+            ModelRow(
+                entry=entry,
+                job=jobs.get(entry.model),
+                verdict=desk.verdicts.of(entry.model) if desk is not None else None,
+                is_judged=desk is not None and desk.verdicts.is_pending(entry.model),
+                is_loaded=loaded is not None and loaded.model == entry.model,
+            )
             for entry in self._entries
+        ]
+
+    def _draw(self) -> None:
+        rows = matching(self._rows(), self.search.value if self.search.display else "")
+        rows = ordered(rows, self._sorted_by, is_down=self._is_down)
+        self.model_list.show(rows, self._sorted_by, is_down=self._is_down)
+        self._draw_details()
+        self._draw_job()
+
+    def _draw_details(self) -> None:
+        row = self.model_list.marked
+        if row is None:
+            self.pane.update("No model has that in its name. Esc shows all again.")
+            return
+        lines = details(row, free_bytes=self._free_bytes)
+        self.pane.update(
+            Content("\n").join(
+                Content.styled(sanitise(text), "bold" if place == 0 else _COLOURS[tone])
+                for place, (text, tone) in enumerate(lines)
+            )
         )
-        names = [entry.model for entry in self._entries]
-        self.model_list.highlighted = names.index(marked) if marked in names else 0
+
+    def _ask_verdicts(self, desk: ModelDesk) -> None:
+        """Asks for what is not known, while nothing else needs the machine.
+
+        The first plan measures the machine, which work beside it would spoil.
+        """
+        known = any(desk.verdicts.of(entry.model) is not None for entry in self._entries)
+        is_working = any(job.is_active for job in desk.jobs.jobs) and not known
+        idle = (Stage.IDLE, Stage.READY, Stage.FAILED)
+        is_asked = self.is_active and self._controller.stage in idle and not is_working
+        marked = self.model_list.marked
+        first = [e for e in self._entries if marked is not None and e == marked.entry]
+        wanted = (*first, *(entry for entry in self._entries if entry not in first))
+        desk.verdicts.want(
+            wanted if is_asked else (), is_memory_free=self._controller.loaded is None
+        )
+
+    # -- jobs
+
+    def poll_desk(self) -> None:
+        """Takes news of jobs and verdicts, also while another screen lies over this one."""
+        if self._desk is None:
+            return
+        news = self._desk.jobs.poll()
+        is_judged = self._desk.verdicts.poll()
+        for job in news.failed:
+            self.app.notify(f"{job.title}: {_message(job)}", severity="error", markup=False)
+        for job in news.finished:
+            self._welcome(job)
+        if news.finished:
+            self.show_models()
+        elif news.is_changed or is_judged:
+            self._draw()
+        if news.is_changed:
+            self.refresh_bindings()
+        self._open_wanted()
+
+    def _welcome(self, job: Job) -> None:
+        notes = "".join(f"\n{note}" for note in job.notes)
+        self.app.notify(sanitise(f"{job.title} is ready.{notes}"), markup=False)
+
+    def _open_wanted(self) -> None:
+        """Loads the model whose job the person started here, as soon as it can be loaded.
+
+        Unless another answers already; predictors are not waited for.
+        """
+        ready = [entry.model for entry in self._entries if entry.is_ready]
+        if self._wanted not in ready or not self.is_active:
+            return
+        model, self._wanted = self._wanted, None
+        if model is not None and self._controller.loaded is None and not self._is_busy:
+            self._open(model)
+
+    def _open(self, model: str) -> None:
+        """Has a ready model loaded; the rest of its job, which needs it too, is put off."""
+        if self._desk is not None:
+            for job in self._desk.jobs.jobs:
+                if job.model == model and job.is_active:
+                    self._desk.jobs.pause(model)
+                    self.app.notify(
+                        "Its predictors are put off while you chat: p in the menu goes on."
+                    )
+        self.post_message(self.Chosen(model))
+
+    def _draw_job(self) -> None:
+        if self._desk is None or self._is_busy:
+            return
+        jobs = [job for job in self._desk.jobs.jobs if job.is_active]
+        self.work.display = bool(jobs)
+        if jobs:
+            self.work.show_job(jobs[0], num_waiting=len(jobs) - 1)
+
+    @property
+    def _marked_job(self) -> Job | None:
+        row = self.model_list.marked
+        return row.job if row is not None else None
+
+    # -- what the person does
 
     @property
     def _is_busy(self) -> bool:
         return self._controller.stage in (Stage.PREPARING, Stage.LOADING)
 
-    def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
-        """Passes the choice on."""
-        self.post_message(self.Chosen(self._entries[event.option_index].model))
+    def on_data_table_row_highlighted(self, event: DataTable.RowHighlighted) -> None:
+        """Tells of the marked model."""
+        del event
+        self._draw_details()
+        self.refresh_bindings()
+
+    def on_data_table_row_selected(self, event: DataTable.RowSelected) -> None:
+        """Passes the choice on, or begins what has to come before."""
+        del event
+        row = self.model_list.marked
+        if row is None:
+            return
+        if self._desk is None or row.entry.is_ready or row.is_loaded:
+            self._open(row.entry.model)
+            return
+        self._wanted = row.entry.model
+        if row.job is not None and row.job.is_active:
+            self.app.notify("It will be opened when it is ready.")
+        self._desk.jobs.start(row.entry.model, row.entry.title)
+        self.poll_desk()
+
+    def on_data_table_header_selected(self, event: DataTable.HeaderSelected) -> None:
+        """Sorts by the column, the other way round the second time."""
+        column = Column[str(event.column_key.value)]
+        is_again = column is self._sorted_by
+        self._is_down = not self._is_down if is_again else column in _LARGEST_FIRST
+        self._sorted_by = column
+        self._draw()
+
+    def action_sort(self) -> None:
+        """Sorts by the next column, at the end as the catalog is."""
+        place = _SORTED_BY.index(self._sorted_by) if self._sorted_by in _SORTED_BY else -1
+        self._sorted_by = _SORTED_BY[(place + 1) % len(_SORTED_BY)]
+        self._is_down = self._sorted_by in _LARGEST_FIRST
+        self._draw()
+
+    def action_filter(self) -> None:
+        """Opens the search."""
+        self.search.display = True
+        self.search.focus()
+
+    def action_end_filter(self, is_kept: bool) -> None:
+        """Goes back to the list, with all models or with those found."""
+        if not is_kept or not self.search.value.strip():
+            self.search.value = ""
+            self.search.display = False
+        self.model_list.focus()
+        self._draw()
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        """Lists what is found, while one types."""
+        if event.input is self.search:
+            self._draw()
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        """Goes to the list of what was found."""
+        if event.input is self.search:
+            self.action_end_filter(True)
+
+    def action_toggle_pause(self) -> None:
+        """Pauses the marked model's job, or goes on with it."""
+        job = self._marked_job
+        if job is None or self._desk is None:
+            return
+        if job.state in (JobState.PAUSED, JobState.PAUSING, JobState.FAILED):
+            self._desk.jobs.resume(job.model)
+        else:
+            self._desk.jobs.pause(job.model)
+        self.poll_desk()
+
+    def action_retry(self) -> None:
+        """Goes on with a job that failed."""
+        if self._marked_job is not None and self._desk is not None:
+            self._desk.jobs.resume(self._marked_job.model)
+            self.poll_desk()
+
+    def action_cancel_job(self) -> None:
+        """Gives the marked model's job up; its files stay until they are removed."""
+        job = self._marked_job
+        if job is not None and self._desk is not None:
+            self._desk.jobs.cancel(job.model)
+            self.app.notify("Given up; what was finished is kept. Del removes it.")
+            self.show_models()
+            self.poll_desk()
+
+    def action_measure(self) -> None:
+        """Measures which K is fastest for a model that is ready."""
+        row = self.model_list.marked
+        if row is not None and self._desk is not None:
+            self._desk.jobs.start(row.entry.model, row.entry.title, is_profiling=True)
+            self.poll_desk()
+
+    def action_add(self) -> None:
+        """Asks for a repository or a folder."""
+        if self._desk is not None:
+            self.app.push_screen(AddModelScreen(self._desk.shelf), self._take_added)
+
+    def _take_added(self, model: str | None) -> None:
+        if model is None:
+            return
+        self.action_end_filter(False)
+        self.show_models()
+        folded = model.casefold()
+        for entry in self._entries:
+            if entry.model.casefold() == folded:
+                self.model_list.mark(entry.model)
+
+    def action_remove(self) -> None:
+        """Asks before it removes what there is of the marked model."""
+        row, desk = self.model_list.marked, self._desk
+        if row is None or desk is None:
+            return
+        if row.is_loaded:
+            self.app.notify("It is loaded: pick another model first.", severity="warning")
+        elif row.job is not None and row.job.is_active:
+            self.app.notify("Its job is under way: give it up first.", severity="warning")
+        else:
+            freed = desk.shelf.disk_bytes(row.entry.model)
+            self.app.push_screen(
+                RemoveModelScreen(row.entry, freed),
+                lambda is_sure: self._begin_removal(row.entry, desk) if is_sure else None,
+            )
+
+    def _begin_removal(self, entry: CatalogEntry, desk: ModelDesk) -> None:
+        """Removes files beside the event loop, because it may take a while."""
+        remove = functools.partial(self._remove, entry, desk)
+        self.run_worker(remove, thread=True, group="models.remove", exit_on_error=False)
+
+    def _remove(self, entry: CatalogEntry, desk: ModelDesk) -> None:
+        try:
+            freed = desk.shelf.remove(entry.model)
+        except MiraError as error:
+            self.app.call_from_thread(self.show_problem, error)
+        else:
+            self.app.call_from_thread(self._tell_removed, entry, freed)
+
+    def _tell_removed(self, entry: CatalogEntry, freed: int) -> None:
+        assert self._desk is not None
+        self._desk.jobs.cancel(entry.model)
+        self.app.notify(
+            sanitise(f"{entry.title} is removed: {format_bytes(freed)} freed."), markup=False
+        )
+        self.show_problem(None)
+        self.show_models()
 
     def action_stop(self) -> None:
-        """Stops a preparation; what it finished is kept."""
+        """Stops a preparation or a load; what it finished is kept."""
         if self._controller.stop():
-            self._show_work(self._controller.stage)
+            self.work.show_controller(self._controller)
 
     def action_chat(self) -> None:
         """Goes back."""
@@ -144,9 +427,31 @@ class ModelsScreen(Screen[None]):
         del parameters
         if action == "stop":
             return self._is_busy
+        if action == "end_filter":
+            return self.is_mounted and self.search.display
         if action == "chat":
             return self._controller.loaded is not None and not self._is_busy
+        if action in (*_JOB_ACTIONS, "add", "remove", "measure", "filter", "sort"):
+            return self.is_mounted and not self._is_busy and self._can(action)
         return True
+
+    def _can(self, action: str) -> bool:
+        row, job = self.model_list.marked, self._marked_job
+        if action in ("filter", "sort"):
+            return True
+        if self._desk is None:
+            return False
+        if action in _JOB_ACTIONS:
+            is_failed = job is not None and job.state is JobState.FAILED
+            return is_failed if action == "retry" else job is not None
+        if action == "remove":
+            return row is not None and row.entry.is_removable
+        if action == "measure":
+            is_free = self._controller.loaded is None and job is None
+            return row is not None and row.entry.is_ready and is_free
+        return True
+
+    # -- what the app says
 
     def show_problem(self, error: MiraError | None) -> None:
         """Shows what went wrong, or nothing."""
@@ -173,29 +478,8 @@ class ModelsScreen(Screen[None]):
                 self.model_list.focus()
             self.refresh_bindings()
         if is_busy:
-            self._show_work(stage)
-
-    def _show_work(self, stage: Stage) -> None:
-        entry, progress = self._controller.entry, self._controller.progress
-        title = entry.title if entry is not None else ""
-        if self._controller.is_stopping:
-            self.step.update("stopping ...")
-        elif stage is Stage.LOADING:
-            self.step.update(Content(f"Loading {title} ..."))
-            self.bar.update(total=None)
-        elif progress is None:
-            self.step.update(Content(f"Preparing {title}: starting the engine ..."))
-            self.bar.update(total=None)
-        else:
-            self.step.update(Content(f"Preparing {title}: {sanitise(progress_text(progress))}"))
-            self.bar.update(total=progress.total or None, progress=progress.done)
+            self.work.show_controller(self._controller)
 
 
-def _option_content(entry: CatalogEntry, is_loaded: bool) -> Content:
-    state = "loaded" if is_loaded else "ready" if entry.is_ready else "not prepared yet"
-    return Content.assemble(
-        (sanitise(entry.title), "bold"),
-        (f"   {state}", "$text-success" if entry.is_ready else "$text-warning"),
-        "\n",
-        (sanitise(entry.about), "$foreground 60%"),
-    )
+def _message(job: Job) -> str:
+    return sanitise(job.error.message) if job.error is not None else "failed"

@@ -1,0 +1,60 @@
+"""What is being downloaded, prepared or loaded: a line, a bar and the steps."""
+
+from __future__ import annotations
+
+from textual import getters
+from textual.app import ComposeResult
+from textual.containers import Vertical
+from textual.content import Content
+from textual.widgets import ProgressBar, Static
+
+from mira_app.answer import progress_text
+from mira_app.controller import ChatController, Stage
+from mira_app.job import Job, job_text
+from mira_app.model_rows import steps_line
+from mira_app.sanitise import sanitise
+
+
+class WorkView(Vertical):
+    """The work under way, a job's or the chat engine's own."""
+
+    step = getters.query_one("#step", Static)
+    bar = getters.query_one("#progress", ProgressBar)
+    steps = getters.query_one("#steps", Static)
+
+    def __init__(self, *, has_eta: bool, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self._has_eta = has_eta
+
+    def compose(self) -> ComposeResult:
+        """Lays out the line, the bar and the steps."""
+        yield Static(id="step")
+        yield ProgressBar(id="progress", show_eta=self._has_eta)
+        yield Static(id="steps")
+
+    def show_job(self, job: Job, *, num_waiting: int) -> None:
+        """Shows the job under way, and how many wait for it."""
+        more = f" · {num_waiting} more waiting" if num_waiting else ""
+        self.step.update(Content(sanitise(f"{job.title}: {job_text(job)}{more}")))
+        self.steps.update(Content(steps_line(job.step)))
+        if job.progress is not None and job.progress.total:
+            self.bar.update(total=job.progress.total, progress=job.progress.done)
+        else:
+            self.bar.update(total=None)
+
+    def show_controller(self, controller: ChatController) -> None:
+        """Shows what the chat's engine prepares or loads."""
+        title = controller.entry.title if controller.entry is not None else ""
+        progress = controller.progress
+        self.steps.update("")
+        if controller.is_stopping:
+            self.step.update("stopping ...")
+        elif controller.stage is Stage.LOADING:
+            self.step.update(Content(f"Loading {title} ..."))
+            self.bar.update(total=None)
+        elif progress is None:
+            self.step.update(Content(f"Preparing {title}: starting the engine ..."))
+            self.bar.update(total=None)
+        else:
+            self.step.update(Content(f"Preparing {title}: {sanitise(progress_text(progress))}"))
+            self.bar.update(total=progress.total or None, progress=progress.done)

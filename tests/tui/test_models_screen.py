@@ -1,0 +1,512 @@
+"""The menu of models: every key, with three engines in whose names the test speaks."""
+
+from __future__ import annotations
+
+import pytest
+from app_scenes import settle, until
+from desk_fakes import FOLDER, GRANITE, OLMOE, DeskScene
+from mira_app.catalog import BUILTIN
+from mira_app.controller import Stage
+from mira_app.job import JobState
+from mira_app.model_rows import Column, columns_for
+from mira_app.tui.screens.add_model import AddModelScreen
+from mira_app.tui.screens.models import ModelsScreen
+from mira_app.tui.screens.remove_model import RemoveModelScreen
+from mira_app.tui.widgets.model_table import ModelList
+from mira_assets.models import load_models
+from mira_engine import api
+from textual.widgets import Input
+
+
+@pytest.fixture
+def make_scene(tmp_path):
+    scenes = []
+
+    def make(*ready: str, **options) -> DeskScene:
+        scenes.append(DeskScene(tmp_path, *ready, **options))
+        return scenes[-1]
+
+    yield make
+    for scene in scenes:
+        scene.close()
+
+
+def shown_keys(scene: DeskScene) -> dict[str, str]:
+    """Keys of the footer, with what they do."""
+    bindings = scene.app.screen.active_bindings.values()
+    return {b.binding.key: b.binding.description for b in bindings if b.binding.show}
+
+
+async def type_text(pilot, text: str) -> None:
+    pilot.app.screen.focused.insert_text_at_cursor(text)
+    await pilot.pause()
+
+
+# -- the table
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 76, 77, 90, 100, 116, 140, 200])
+def test_columns_fit_the_width_and_the_important_ones_come_first(width):
+    widths = columns_for(width)
+    gaps = 2 * (len(widths) - 1)
+    assert sum(widths.values()) + gaps <= width
+    order = [Column.NAME, Column.STATE, Column.VERDICT, Column.PARAMETERS, Column.DOWNLOAD]
+    assert set(order[: len(widths)]) <= {*widths}
+    assert list(widths) == [column for column in Column if column in widths]
+
+
+@pytest.mark.parametrize(("size", "num_columns"), [((80, 24), 4), ((120, 40), 6), ((44, 15), 2)])
+async def test_table_lists_all_models_with_the_columns_there_is_room_for(
+    make_scene, size, num_columns
+):
+    scene = make_scene(BUILTIN)
+    async with scene.app.run_test(size=size) as pilot:
+        await scene.open(pilot)
+        await settle(pilot)
+        assert scene.listed() == [BUILTIN, FOLDER, *load_models()]
+        assert len(scene.menu.model_list.columns) == num_columns
+        assert "ready" in scene.text_of(BUILTIN)
+        assert "downloaded" in scene.text_of(FOLDER)
+        assert "available" in scene.text_of(OLMOE)
+        assert scene.menu.model_list.max_scroll_x == 0
+
+
+async def test_table_follows_the_terminal_and_keeps_the_marked_model(make_scene):
+    scene = make_scene(BUILTIN)
+    async with scene.app.run_test(size=(80, 24)) as pilot:
+        await scene.open(pilot)
+        await scene.mark(pilot, OLMOE)
+        await pilot.resize_terminal(130, 40)
+        await until(pilot, lambda: len(scene.menu.model_list.columns) == 6)
+        assert scene.marked() == OLMOE
+        assert "12.9 GiB | ~6.9 GiB" in scene.text_of(OLMOE)
+
+
+async def test_reread_without_news_draws_no_cell_anew(make_scene):
+    scene = make_scene(BUILTIN)
+    async with scene.app.run_test(size=(80, 24)) as pilot:
+        await scene.open(pilot)
+        await settle(pilot)
+        before = scene.menu.model_list.get_row(OLMOE)
+        scene.menu.reread()
+        after = scene.menu.model_list.get_row(OLMOE)
+        assert all(a is b for a, b in zip(before, after, strict=True))
+
+
+async def test_title_with_escape_sequences_reaches_the_table_without(make_scene):
+    scene = make_scene()
+    scene.shelf.added.append("/models/bad\x1b[31m\u202ename")
+    async with scene.app.run_test(size=(80, 24)) as pilot:
+        await scene.open(pilot)
+        texts = [str(cell) for cell in scene.menu.model_list.get_row_at(2)]
+        assert "badname" in texts[0]
+
+
+# -- verdicts
+
+
+async def test_verdicts_arrive_one_by_one(make_scene):
+    scene = make_scene(BUILTIN)
+    async with scene.app.run_test(size=(80, 24)) as pilot:
+        await scene.open(pilot)
+        await until(pilot, lambda: "working it out" in scene.text_of(OLMOE))
+        await scene.judge(pilot)
+        assert "81 tok/s, large, draft 4" in scene.text_of(BUILTIN)
+        assert "working it out" in scene.text_of(OLMOE)
+        assert "240 of 480 experts" in scene.details_text()
+
+
+async def test_model_that_does_not_fit_says_what_is_missing(make_scene):
+    scene = make_scene(BUILTIN)
+    async with scene.app.run_test(size=(80, 24)) as pilot:
+        await scene.open(pilot)
+        await scene.judge(pilot, refusal="This model needs 9.0 GiB.")
+        assert "needs 5.0 MiB more" in scene.text_of(BUILTIN)
+        assert "This model needs 9.0 GiB." in scene.details_text()
+
+
+async def test_no_verdict_is_asked_beside_the_first_preparation(make_scene):
+    scene = make_scene()
+    async with scene.app.run_test(size=(80, 24)) as pilot:
+        await scene.open(pilot)
+        await until(pilot, lambda: len(scene.plan_client.requests) == 1)
+        await scene.start(pilot, BUILTIN)
+        scene.plan_client.calls[-1].fail(api.PrepareError("The disk is read-only."))
+        scene.menu.show_models()
+        for _ in range(3):
+            scene.menu.poll_desk()
+        assert len(scene.plan_client.requests) == 1
+
+
+async def test_verdicts_are_not_asked_while_the_menu_is_hidden(make_scene):
+    scene = make_scene(BUILTIN)
+    async with scene.app.run_test(size=(80, 24)) as pilot:
+        await scene.open(pilot)
+        await pilot.press("enter")
+        await scene.load(pilot)
+        scene.menu.show_models()
+        assert not scene.desk.verdicts.is_pending(OLMOE)
+
+
+# -- details
+
+
+async def test_details_tell_disk_licence_and_what_was_checked(make_scene):
+    scene = make_scene()
+    async with scene.app.run_test(size=(80, 24)) as pilot:
+        await scene.open(pilot)
+        await scene.mark(pilot, GRANITE)
+        assert "58.6 GiB once it is prepared" in scene.details_text()
+        assert "Licence: Apache-2.0" in scene.details_text()
+        assert "Shape checked" in scene.details_text()
+        await scene.mark(pilot, "zai-org/GLM-4.5-Air")
+        assert "47.8 GiB too few" in scene.details_text()
+        assert "Shape NOT checked" in scene.details_text()
+
+
+# -- picking
+
+
+async def test_enter_on_a_ready_model_loads_it(make_scene):
+    scene = make_scene(BUILTIN)
+    async with scene.app.run_test(size=(80, 24)) as pilot:
+        await scene.open(pilot)
+        await pilot.press("enter")
+        await scene.load(pilot)
+        assert isinstance(scene.client.requests[0], api.LoadModel)
+        assert scene.job_client.requests == []
+
+
+async def test_enter_on_another_model_starts_its_job_and_opens_it_when_done(make_scene):
+    scene = make_scene()
+    async with scene.app.run_test(size=(80, 24)) as pilot:
+        await scene.open(pilot)
+        await scene.start(pilot, OLMOE)
+        request = scene.job_client.requests[0]
+        assert isinstance(request, api.PrepareModel)
+        assert request.model == OLMOE
+        for second in range(4):
+            scene.now_s = second
+            await scene.progress(pilot, "download", second * 2**30, 10 * 2**30)
+        assert "download 30%" in scene.text_of(OLMOE)
+        step = str(scene.menu.work.step.content)
+        assert step == "OLMoE 1B-7B Instruct: download · 3.0 GiB of 10.0 GiB · 1.0 GiB/s · 7 s left"
+        assert "[download]" in str(scene.menu.work.steps.content)
+        await scene.done(pilot)
+        await scene.load(pilot)
+        assert scene.client.requests[0].model == OLMOE
+        assert any("is ready" in toast for toast in scene.toasts)
+
+
+async def test_model_opens_once_it_can_be_loaded_and_its_predictors_are_put_off(make_scene):
+    scene = make_scene()
+    async with scene.app.run_test(size=(80, 24)) as pilot:
+        await scene.open(pilot)
+        await scene.start(pilot, OLMOE)
+        await scene.progress(pilot, "predictors", 1, 10, "tokens")
+        assert scene.client.requests == []
+        scene.shelf.ready.add(OLMOE)
+        scene.menu.reread()
+        scene.menu.poll_desk()
+        await scene.load(pilot)
+        assert scene.job_client.cancelled == [scene.job_call]
+        assert any("predictors are put off" in toast for toast in scene.toasts)
+
+
+async def test_job_that_ends_while_another_model_answers_leaves_the_chat_alone(make_scene):
+    scene = make_scene(BUILTIN)
+    async with scene.app.run_test(size=(80, 24)) as pilot:
+        await scene.open(pilot)
+        await scene.start(pilot, OLMOE)
+        await scene.mark(pilot, BUILTIN)
+        await pilot.press("enter")
+        await scene.load(pilot)
+        await scene.progress(pilot, "download", 1, 10)
+        await scene.done(pilot)
+        assert scene.controller.loaded.model == BUILTIN
+        assert len(scene.client.requests) == 1
+        assert any("OLMoE 1B-7B Instruct is ready" in toast for toast in scene.toasts)
+
+
+async def test_second_job_waits_and_is_counted(make_scene):
+    scene = make_scene()
+    async with scene.app.run_test(size=(80, 24)) as pilot:
+        await scene.open(pilot)
+        await scene.start(pilot, OLMOE)
+        await scene.mark(pilot, GRANITE)
+        await pilot.press("enter")
+        await until(pilot, lambda: "waiting" in scene.text_of(GRANITE))
+        assert "1 more waiting" in str(scene.menu.work.step.content)
+
+
+# -- jobs
+
+
+async def test_p_pauses_and_goes_on(make_scene):
+    scene = make_scene()
+    async with scene.app.run_test(size=(80, 24)) as pilot:
+        await scene.open(pilot)
+        await scene.start(pilot, OLMOE)
+        await scene.progress(pilot, "download", 4, 10)
+        await pilot.press("p")
+        await until(pilot, lambda: scene.job_client.cancelled == [scene.job_call])
+        assert "pausing" in scene.text_of(OLMOE)
+        await scene.fail(pilot, api.CancelledError("Preparation was cancelled."))
+        assert "paused 40%" in scene.text_of(OLMOE)
+        assert not scene.menu.work.display
+        await pilot.press("p")
+        await until(pilot, lambda: len(scene.job_client.requests) == 2)
+
+
+async def test_x_gives_the_job_up_and_keeps_the_model_listed(make_scene):
+    scene = make_scene()
+    async with scene.app.run_test(size=(80, 24)) as pilot:
+        await scene.open(pilot)
+        await scene.start(pilot, OLMOE)
+        await pilot.press("x")
+        await until(pilot, lambda: scene.desk.jobs.jobs == ())
+        assert scene.job_client.cancelled == [scene.job_call]
+        assert "available" in scene.text_of(OLMOE)
+
+
+async def test_failed_job_says_why_in_its_row_and_r_tries_again(make_scene):
+    scene = make_scene()
+    async with scene.app.run_test(size=(80, 24)) as pilot:
+        await scene.open(pilot)
+        await scene.start(pilot, OLMOE)
+        assert "r" not in shown_keys(scene)
+        error = api.IndexUnreachableError("The hub does not answer.", hint="Try later.")
+        await scene.fail(pilot, error)
+        assert "failed" in scene.text_of(OLMOE)
+        assert "The hub does not answer. Try later." in scene.details_text()
+        assert any("The hub does not answer." in toast for toast in scene.toasts)
+        assert shown_keys(scene)["r"] == "Try again"
+        await pilot.press("r")
+        await until(pilot, lambda: len(scene.job_client.requests) == 2)
+        assert scene.desk.jobs.jobs[0].state is JobState.RUNNING
+
+
+async def test_keys_of_jobs_are_shown_only_where_there_is_one(make_scene):
+    scene = make_scene(BUILTIN)
+    async with scene.app.run_test(size=(80, 24)) as pilot:
+        await scene.open(pilot)
+        await scene.mark(pilot, BUILTIN)
+        assert {"a", "slash", "s", "m", "delete"} <= {*shown_keys(scene)}
+        assert not {"p", "x", "r", "escape"} & {*shown_keys(scene)}
+        await scene.start(pilot, OLMOE)
+        await until(pilot, lambda: "p" in shown_keys(scene))
+        assert "x" in shown_keys(scene)
+        assert "delete" not in shown_keys(scene)
+
+
+async def test_escape_in_the_menu_stops_no_job_and_loses_nothing(make_scene):
+    scene = make_scene()
+    async with scene.app.run_test(size=(80, 24)) as pilot:
+        await scene.open(pilot)
+        await scene.start(pilot, OLMOE)
+        await pilot.press("escape")
+        await settle(pilot)
+        assert scene.desk.jobs.jobs[0].state is JobState.RUNNING
+        assert scene.job_client.cancelled == []
+        assert isinstance(scene.app.screen, ModelsScreen)
+
+
+async def test_m_measures_a_ready_model(make_scene):
+    scene = make_scene(BUILTIN)
+    async with scene.app.run_test(size=(80, 24)) as pilot:
+        await scene.open(pilot)
+        await pilot.press("m")
+        await until(pilot, lambda: len(scene.job_client.requests) == 1)
+        await scene.done(pilot)
+        await until(pilot, lambda: isinstance(scene.job_client.requests[-1], api.ProfileModel))
+        assert scene.controller.stage is Stage.IDLE
+
+
+# -- adding
+
+
+async def test_a_adds_a_repository_and_marks_it(make_scene):
+    scene = make_scene()
+    async with scene.app.run_test(size=(80, 24)) as pilot:
+        await scene.open(pilot)
+        await pilot.press("a")
+        await until(pilot, lambda: isinstance(scene.app.focused, Input))
+        await type_text(pilot, "owner/a-moe")
+        await until(pilot, lambda: "a repository" in str(scene.app.screen.verdict.content))
+        await pilot.press("enter")
+        await scene.open(pilot)
+        await until(pilot, lambda: scene.marked() == "owner/a-moe")
+        assert scene.job_client.requests == []
+
+
+async def test_wrong_name_is_explained_and_stays_to_be_mended(make_scene):
+    scene = make_scene()
+    async with scene.app.run_test(size=(80, 24)) as pilot:
+        await scene.open(pilot)
+        await pilot.press("a")
+        await until(pilot, lambda: isinstance(scene.app.focused, Input))
+        await type_text(pilot, "owner/two words")
+        await pilot.press("enter")
+        await until(pilot, lambda: scene.app.screen.verdict.has_class("-wrong"))
+        assert isinstance(scene.app.screen, AddModelScreen)
+        assert scene.app.screen.name_input.value == "owner/two words"
+        await pilot.press("escape")
+        await scene.open(pilot)
+        assert scene.shelf.added == [FOLDER]
+
+
+# -- removing
+
+
+async def test_delete_asks_and_y_removes_with_the_bytes_freed(make_scene):
+    scene = make_scene(BUILTIN)
+    async with scene.app.run_test(size=(80, 24)) as pilot:
+        await scene.open(pilot)
+        await scene.mark(pilot, BUILTIN)
+        await pilot.press("delete")
+        await until(pilot, lambda: isinstance(scene.app.screen, RemoveModelScreen))
+        assert "4.0 GiB" in str(scene.app.screen.query_one("#remove-text").content)
+        await pilot.press("y")
+        await until(pilot, lambda: scene.shelf.removed == [BUILTIN])
+        await until(pilot, lambda: any("4.0 GiB freed" in toast for toast in scene.toasts))
+        await until(pilot, lambda: "not prepared" in scene.text_of(BUILTIN))
+
+
+async def test_delete_and_anything_but_y_keeps_the_model(make_scene):
+    scene = make_scene(BUILTIN)
+    async with scene.app.run_test(size=(80, 24)) as pilot:
+        for key in ("escape", "n", "enter"):
+            await scene.open(pilot)
+            await pilot.press("delete")
+            await until(pilot, lambda: isinstance(scene.app.screen, RemoveModelScreen))
+            await pilot.press(key)
+        await scene.open(pilot)
+        assert scene.shelf.removed == []
+
+
+async def test_removal_of_a_folder_model_says_that_the_folder_stays(make_scene):
+    scene = make_scene()
+    async with scene.app.run_test(size=(80, 24)) as pilot:
+        await scene.open(pilot)
+        await scene.mark(pilot, FOLDER)
+        await pilot.press("delete")
+        await until(pilot, lambda: isinstance(scene.app.screen, RemoveModelScreen))
+        text = str(scene.app.screen.query_one("#remove-text").content)
+        assert f"your folder {FOLDER} stays as it is" in text
+
+
+async def test_removal_that_fails_says_why(make_scene):
+    scene = make_scene(BUILTIN)
+    scene.shelf.refusal = api.PrepareError("It is being prepared elsewhere.", hint="Wait.")
+    async with scene.app.run_test(size=(80, 24)) as pilot:
+        await scene.open(pilot)
+        await pilot.press("delete")
+        await until(pilot, lambda: isinstance(scene.app.screen, RemoveModelScreen))
+        await pilot.press("y")
+        await until(pilot, lambda: scene.menu.problem.display)
+        assert "It is being prepared elsewhere." in str(scene.menu.problem.content)
+
+
+async def test_loaded_model_and_one_with_a_job_are_not_removed(make_scene):
+    scene = make_scene(BUILTIN)
+    async with scene.app.run_test(size=(80, 24)) as pilot:
+        await scene.open(pilot)
+        await scene.start(pilot, FOLDER)
+        await pilot.press("delete")
+        await until(pilot, lambda: any("give it up first" in toast for toast in scene.toasts))
+        await scene.mark(pilot, BUILTIN)
+        await pilot.press("enter")
+        await scene.load(pilot)
+        await pilot.press("ctrl+o")
+        await scene.open(pilot)
+        await until(pilot, lambda: "loaded" in scene.text_of(BUILTIN))
+        await scene.mark(pilot, BUILTIN)
+        await pilot.press("delete")
+        await until(pilot, lambda: any("It is loaded" in toast for toast in scene.toasts))
+        assert scene.shelf.removed == []
+
+
+# -- searching and sorting
+
+
+async def test_slash_searches_while_typing_and_escape_shows_all_again(make_scene):
+    scene = make_scene()
+    async with scene.app.run_test(size=(80, 24)) as pilot:
+        await scene.open(pilot)
+        await scene.mark(pilot, OLMOE)
+        await pilot.press("slash", "q", "w", "e", "n", "3")
+        await until(pilot, lambda: len(scene.listed()) == 3)
+        assert all(model.startswith("Qwen/Qwen3") for model in scene.listed())
+        await pilot.press("escape")
+        await scene.open(pilot)
+        assert len(scene.listed()) == 2 + len(load_models())
+        assert scene.menu.search.value == ""
+
+
+async def test_enter_in_the_search_goes_to_what_was_found(make_scene):
+    scene = make_scene()
+    async with scene.app.run_test(size=(80, 24)) as pilot:
+        await scene.open(pilot)
+        await pilot.press("slash", *"mixtral", "enter")
+        await scene.open(pilot)
+        assert [*scene.listed()] == ["mistralai/Mixtral-8x7B-Instruct-v0.1"]
+        await pilot.press("enter")
+        await until(pilot, lambda: len(scene.job_client.requests) == 1)
+
+
+async def test_search_that_finds_nothing_says_so_and_enter_is_harmless(make_scene):
+    scene = make_scene()
+    async with scene.app.run_test(size=(80, 24)) as pilot:
+        await scene.open(pilot)
+        await pilot.press("slash", *"zzz", "enter")
+        await scene.open(pilot)
+        assert "Esc shows all again" in scene.details_text()
+        await pilot.press("enter", "p", "x", "delete", "escape")
+        await until(pilot, lambda: len(scene.listed()) == 2 + len(load_models()))
+
+
+async def test_s_sorts_by_the_next_column_and_comes_back(make_scene):
+    scene = make_scene(BUILTIN)
+    async with scene.app.run_test(size=(120, 40)) as pilot:
+        await scene.open(pilot)
+        unsorted = scene.listed()
+        await pilot.press("s")
+        await until(pilot, lambda: scene.listed()[0] == BUILTIN and scene.listed() != unsorted)
+        assert "Model ▲" in [str(c.label) for c in scene.menu.model_list.ordered_columns]
+        await pilot.press("s")
+        await until(pilot, lambda: scene.listed()[0] == GRANITE)
+        assert scene.listed()[-2:] == [BUILTIN, FOLDER]
+        for _ in range(4):
+            await pilot.press("s")
+        await until(pilot, lambda: scene.listed() == unsorted)
+
+
+async def test_click_on_a_heading_sorts_and_the_second_turns_round(make_scene):
+    scene = make_scene(BUILTIN)
+    async with scene.app.run_test(size=(80, 24)) as pilot:
+        await scene.open(pilot)
+        await settle(pilot)
+        for first in (GRANITE, "zai-org/GLM-4.5-Air"):
+            await pilot.click(ModelList, offset=(28, 0))
+            await until(pilot, lambda first=first: scene.listed()[0] == first)
+
+
+# -- over restarts
+
+
+async def test_paused_job_is_in_the_menu_after_a_restart(make_scene):
+    first = make_scene()
+    async with first.app.run_test(size=(80, 24)) as pilot:
+        await first.open(pilot)
+        await first.start(pilot, OLMOE)
+        await pilot.press("p")
+        await first.fail(pilot, api.CancelledError("Preparation was cancelled."))
+    first.close()
+    second = make_scene()
+    async with second.app.run_test(size=(80, 24)) as pilot:
+        await second.open(pilot)
+        await until(pilot, lambda: "paused" in second.text_of(OLMOE))
+        assert second.job_client.requests == []
+        await second.mark(pilot, OLMOE)
+        await pilot.press("p")
+        await until(pilot, lambda: len(second.job_client.requests) == 1)
