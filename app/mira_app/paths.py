@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 _APP_NAME = "mira-chat"
@@ -85,3 +86,38 @@ def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
     import platformdirs
 
     return Path(platformdirs.user_cache_dir(_APP_NAME, appauthor=False))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AppPaths:
+    """Where the app's files are; any of them may not exist yet.
+
+    Attributes:
+        config: The settings file.
+        state: What the app remembers.
+        history: The chats.
+        data_dir: Models and expert stores.
+        log_dir: What the engine writes to its log.
+    """
+
+    config: Path
+    state: Path
+    history: Path
+    data_dir: Path
+    log_dir: Path
+
+
+def app_paths(environ: Mapping[str, str] = os.environ, history: str | None = None) -> AppPaths:
+    """Returns where the app's files are.
+
+    Args:
+        environ: Environment variables.
+        history: What the setting `history` says, `None` for nothing.
+    """
+    return AppPaths(
+        config=config_path(environ),
+        state=state_path(environ),
+        history=history_path(environ, history),
+        data_dir=data_dir(environ),
+        log_dir=log_dir(environ),
+    )
