@@ -43,6 +43,11 @@ DARK = Palette(
         "surface": "#1d2025",
         "panel": "#262a31",
     },
+    variables={
+        "block-cursor-background": "#2f4a66",
+        "block-cursor-foreground": "#f0f2f5",
+        "block-cursor-text-style": "bold",
+    },
 )
 
 LIGHT = Palette(
@@ -59,6 +64,11 @@ LIGHT = Palette(
         "background": "#f8f7f3",
         "surface": "#efede7",
         "panel": "#e4e1d9",
+    },
+    variables={
+        "block-cursor-background": "#c9d9ea",
+        "block-cursor-foreground": "#14171b",
+        "block-cursor-text-style": "bold",
     },
 )
 
@@ -85,6 +95,7 @@ TERMINAL = Palette(
         "border-blurred": "ansi_bright_black",
         "block-cursor-foreground": "ansi_bright_white",
         "block-cursor-background": "ansi_blue",
+        "block-cursor-text-style": "bold",
         "input-cursor-text-style": "reverse",
         "input-cursor-background": "ansi_default",
         "input-cursor-foreground": "ansi_default",

@@ -43,6 +43,9 @@ POLL_INTERVAL_S = 0.1
 REMEMBER_INTERVAL_S = 2.0
 """Seconds of writing that a killed app may lose of a draft."""
 
+_LOW_ROWS = 12
+"""Below these, the chat gives up the panel's lines and the composer's frame."""
+
 LIVE_SETTINGS = ("budget", "k", "precision", "prefetch")
 """What the live controls change, by the names of the settings."""
 
@@ -68,6 +71,7 @@ class MiraApp(PersonalApp):
     TITLE = "mira-chat"
     CSS_PATH = "app.tcss"
     COMMANDS = {_commands_provider}
+    VERTICAL_BREAKPOINTS = [(0, "-low"), (_LOW_ROWS, "-high")]
     BINDINGS = [
         _key("f1", "help", "Help"),
         _key("f2", "controls", "Controls", "budget, K, precision, prefetch"),

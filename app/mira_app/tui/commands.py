@@ -91,16 +91,18 @@ class MiraCommands(Provider):
 
     def _actions(self) -> list[Command]:
         """The bindings of the screen under the palette and of the app, where they do something."""
-        commands = []
+        found: dict[str, Command] = {}
         for active in self.screen.active_bindings.values():
             binding = active.binding
             is_ours = binding.id is not None and binding.description
             if is_ours and active.enabled and binding.id != "app.palette":
                 run = partial(self.app.run_action, binding.action, active.node)
-                about = f"{binding.tooltip or binding.description} ({key_text(binding.key)})"
-                commands.append(Command(name=binding.description, about=about, run=run))
-        unique = {command.name: command for command in commands}
-        return [unique[name] for name in sorted(unique)]
+                keys = key_text(binding.key)
+                about = " · ".join(part for part in (binding.tooltip, keys) if part)
+                found.setdefault(
+                    binding.description, Command(name=binding.description, about=about, run=run)
+                )
+        return [found[name] for name in sorted(found)]
 
     def _own(self) -> list[Command]:
         app = self._mira

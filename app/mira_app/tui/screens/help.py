@@ -15,7 +15,7 @@ from mira_app.paths import AppPaths
 from mira_app.sanitise import sanitise
 from mira_app.tui.keymap import KeyRow
 
-_KEYS_WIDTH, _ABOUT_WIDTH = 19, 37
+_KEYS_WIDTH, _ABOUT_WIDTH = 19, 31
 _WRITING = (
     ("Enter", "send; in a list, pick the marked line"),
     ("Ctrl+J, Shift+Enter", "new line"),
@@ -41,11 +41,15 @@ def _key_table(rows: Sequence[KeyRow]) -> Content:
     return Content("\n").join(
         Content.assemble(
             (f"  {row.keys:<{_KEYS_WIDTH}} ", "bold"),
-            f" {row.about:<{_ABOUT_WIDTH}} ",
+            f" {_cut(row.about):<{_ABOUT_WIDTH}} ",
             (row.binding_id, "$text-muted"),
         )
         for row in rows
     )
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _ABOUT_WIDTH else text[: _ABOUT_WIDTH - 1] + "…"
 
 
 def _file_rows(paths: AppPaths) -> tuple[tuple[str, str], ...]:

@@ -14,26 +14,25 @@ from textual.widgets import Static
 _STEPS = (
     (
         "Pick a model",
-        "The built-in one is small, knows little and shows the engine at work. Bigger ones "
-        "say beforehand whether and how fast they run here.",
+        "The built-in one is small, knows little and shows the engine at work. Bigger "
+        "ones say beforehand whether and how fast they run here.",
     ),
     (
         "Chat",
-        "Enter sends, Ctrl+J begins a new line. {chat.stop} stops a reply and keeps what has "
-        "arrived; {chat.regenerate} asks for another one.",
+        "Enter sends, Ctrl+J begins a new line. {chat.stop} stops a reply and keeps what "
+        "has arrived; {chat.regenerate} asks for another one.",
     ),
     (
         "Watch the engine",
-        "The live panel shows where the time goes: experts found in memory (hits), waited "
-        "for (stalls), and draft tokens that were accepted. {app.details} shows more.",
+        "The live panel shows where the time goes: experts found in memory (hits) or "
+        "waited for (stalls), draft tokens accepted. {app.details} shows more.",
     ),
     (
         "Come back",
-        "The chat, and what you had begun to write, are there again next time. "
-        "{app.history} lists and searches all chats.",
+        "Chat and unsent text are there again next time; {app.history} searches all chats.",
     ),
 )
-_LAST = "{app.palette} finds every command; {app.help} shows all keys and this machine's notes."
+_LAST = "{app.palette} finds every command, {app.help} shows all keys."
 
 
 class TourScreen(ModalScreen[None]):
@@ -62,8 +61,8 @@ class TourScreen(ModalScreen[None]):
                     ),
                     classes="step",
                 )  # fmt: skip
-            yield Static(Content(self._with_keys(_LAST)), classes="step")
-            yield Static(Content.styled("Enter begins.", "bold"), classes="step")
+            last = Content.assemble(self._with_keys(_LAST), ("  Enter begins.", "bold"))
+            yield Static(last, classes="step")
 
     def _with_keys(self, text: str) -> str:
         for binding_id, keys in self._keys.items():
