@@ -1,136 +1,42 @@
-"""The app around its screens: start, what is remembered, looks, keys, and who opens what.
-
-Screens that are no matter here are stand-ins, put where the app looks for them.
-"""
+"""The app around its screens: start, what is remembered, looks, keys, and who opens what."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 import types
-from dataclasses import dataclass
-from datetime import UTC, datetime
 
 import pytest
-from app_fakes import FakeCatalog, FakeEngineClient
 from app_scenes import settle, until
-from fake_engine import PLAN
+from app_shell_fakes import (
+    FakeStore,
+    load,
+    make_app,
+    make_paths,
+    record_drawing,
+    stand_in,
+    told,
+)
 from mira_app.app_state import AppState, StateFile
-from mira_app.controller import ChatController, Stage
-from mira_app.conversation import Conversation
-from mira_app.paths import app_paths
-from mira_app.settings import load_settings
+from mira_app.controller import Stage
 from mira_app.settings_file import open_settings, read_settings_file
-from mira_app.tui.app import MiraApp
-from mira_app.tui.screens.chat import ChatScreen
 from mira_app.tui.screens.models import ModelsScreen
 from mira_app.tui.screens.too_small import TooSmallScreen
 from mira_app.tui.widgets.composer import Composer
 from mira_assets.themes import PALETTES
 from mira_engine import api
 from textual.color import Color
-from textual.message import Message
-from textual.screen import ModalScreen
-
-
-class ShellController(ChatController):
-    """Remembers what the app asks of it."""
-
-    chat_id = "now"
-    history = None
-
-    def __init__(self, *args) -> None:
-        super().__init__(*args)
-        self.opened: list = []
-        self.changed: list = []
-
-    def open_chat(self, chat) -> None:
-        if self.stage is Stage.REPLYING:
-            raise ValueError("a reply is under way")
-        self.opened.append(chat)
-        self.conversation = chat.conversation
-
-    def reconfigure(self, config) -> None:
-        self.changed.append(config)
-
-
-@dataclass(frozen=True, kw_only=True)
-class FakeChat:
-    chat_id: str
-    title: str = "about caches"
-    num_turns: int = 2
-    updated_at: datetime = datetime(2026, 3, 4, tzinfo=UTC)
-    conversation: Conversation = Conversation().with_user("q").with_reply("a")
-
-
-class FakeStore:
-    """Two chats, the second one open last."""
-
-    def __init__(self, *, notices: tuple[str, ...] = (), error: api.MiraError | None = None):
-        self.calls: list[str] = []
-        self.last_chat_id = "two"
-        self._notices, self._error = notices, error
-
-    def open(self) -> list[str]:
-        self.calls.append("open")
-        if self._error is not None:
-            raise self._error
-        return list(self._notices)
-
-    def chats(self) -> list[FakeChat]:
-        return [FakeChat(chat_id="two"), FakeChat(chat_id="one", title="about routers")]
-
-    def load(self, chat_id: str) -> FakeChat:
-        self.calls.append(f"load {chat_id}")
-        return FakeChat(chat_id=chat_id)
-
-    def set_last_chat(self, chat_id: str) -> None:
-        self.calls.append(f"last {chat_id}")
-
-    def close(self) -> None:
-        self.calls.append("close")
 
 
 @pytest.fixture
 def paths(tmp_path):
-    return app_paths({
-        "MIRA_CHAT_DATA_DIR": str(tmp_path / "data"),
-        "MIRA_CHAT_CONFIG": str(tmp_path / "config.toml"),
-    })  # fmt: skip
+    return make_paths(tmp_path)
 
 
 @pytest.fixture(autouse=True)
 def drawn(monkeypatch) -> list:
     """Turns at which a stored chat was drawn."""
-    turns = []
-
-    async def show_chat(screen, turn_id) -> None:
-        turns.append(turn_id)
-
-    monkeypatch.setattr(ChatScreen, "show_chat", show_chat, raising=False)
-    return turns
-
-
-def make_app(paths=None, *, flags=None, store=None, is_ready=True, is_tour_done=True) -> MiraApp:
-    if paths is not None and is_tour_done and not paths.state.exists():
-        StateFile(paths.state).save(AppState(is_tour_done=True))
-    settings = load_settings(flags or {}, {})
-    controller = ShellController(FakeEngineClient(), FakeCatalog(is_ready=is_ready), settings)
-    app = MiraApp(controller, paths=paths, store=store)
-    app.animation_level = "none"
-    return app
-
-
-async def load(pilot) -> None:
-    """Has the engine say that the model is loaded."""
-    client = pilot.app.controller._client
-    await until(pilot, lambda: client.calls)
-    client.deliver_loaded(PLAN)
-    await until(pilot, lambda: pilot.app.controller.stage is Stage.READY)
-
-
-def told(app: MiraApp) -> str:
-    return "\n".join(str(problem) for problem in app.problems)
+    return record_drawing(monkeypatch)
 
 
 # -- start, and what is remembered
@@ -262,36 +168,6 @@ async def test_history_that_cannot_be_opened_is_told_and_the_app_goes_on(paths):
 # -- who opens what
 
 
-def stand_in(monkeypatch, module: str, name: str, message: type[Message] | None = None) -> list:
-    """Puts a screen in the place of one of the app's; returns what it was made with."""
-    made: list = []
-
-    def initialise(self, *args) -> None:
-        ModalScreen.__init__(self)
-        made.append(args)
-
-    members = {"__init__": initialise}
-    screen = type(name, (ModalScreen,), members)
-    if message is not None:
-        screen.Posted = message
-    module_name = f"mira_app.tui.screens.{module}"
-    stand_in = types.ModuleType(module_name)
-    setattr(stand_in, name, screen)
-    screen.__module__ = module_name
-    monkeypatch.setitem(sys.modules, module_name, stand_in)
-    return made
-
-
-@dataclass
-class HistoryChosen(Message, namespace="history_screen"):
-    chat_id: str
-    turn_id: int | None
-
-    @property
-    def handler_name(self) -> str:
-        return "on_history_screen_chosen"
-
-
 async def test_history_is_opened_and_a_hit_goes_to_its_turn(paths, monkeypatch, drawn):
     made = stand_in(monkeypatch, "history", "HistoryScreen")
     store = FakeStore()
@@ -303,7 +179,7 @@ async def test_history_is_opened_and_a_hit_goes_to_its_turn(paths, monkeypatch, 
         await until(pilot, lambda: drawn == [None])
         await pilot.press("f3")
         await until(pilot, lambda: made == [(store, "now")])
-        await app.on_history_screen_chosen(HistoryChosen("one", 1))
+        await app.on_history_screen_chosen(types.SimpleNamespace(chat_id="one", turn_id=1))
         assert drawn == [None, 1]
         assert app.screen is app.chat_screen
         assert store.calls[-2:] == ["load one", "last one"]
