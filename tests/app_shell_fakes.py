@@ -29,6 +29,7 @@ class ShellController(ChatController):
     """Remembers what the app asks of it."""
 
     chat_id = "now"
+    title = ""
     history = None
 
     def __init__(self, *args) -> None:
@@ -40,7 +41,12 @@ class ShellController(ChatController):
         if self.stage is Stage.REPLYING:
             raise ValueError("a reply is under way")
         self.opened.append(chat)
+        self.chat_id = chat.chat_id
         self.conversation = chat.conversation
+
+    def new_chat(self) -> None:
+        super().new_chat()
+        self.chat_id = "new"
 
     def reconfigure(self, config) -> None:
         self.changed.append(config)
@@ -76,7 +82,7 @@ class FakeStore:
         self.calls.append(f"load {chat_id}")
         return FakeChat(chat_id=chat_id)
 
-    def set_last_chat(self, chat_id: str) -> None:
+    def set_last_chat(self, chat_id: str | None) -> None:
         self.calls.append(f"last {chat_id}")
 
     def close(self) -> None:
@@ -91,13 +97,17 @@ def make_paths(folder: Path) -> AppPaths:
 
 
 def record_drawing(monkeypatch) -> list:
-    """Returns the turns at which stored chats are drawn from now on."""
+    """Returns what is drawn from now on: `None` for a whole chat, a turn for a jump to it."""
     turns = []
 
-    async def show_chat(screen, turn_id) -> None:
+    async def show_chat(screen) -> None:
+        turns.append(None)
+
+    async def jump_to(screen, turn_id) -> None:
         turns.append(turn_id)
 
     monkeypatch.setattr(ChatScreen, "show_chat", show_chat, raising=False)
+    monkeypatch.setattr(ChatScreen, "jump_to", jump_to, raising=False)
     return turns
 
 
@@ -127,9 +137,9 @@ def stand_in(monkeypatch, module: str, name: str) -> list:
     """Puts a screen in the place of one of the app's; returns what it was made with."""
     made: list = []
 
-    def initialise(self, *args) -> None:
+    def initialise(self, *args, **options) -> None:
         ModalScreen.__init__(self)
-        made.append(args)
+        made.append((*args, *options.values()))
 
     members = {"__init__": initialise}
     screen = type(name, (ModalScreen,), members)

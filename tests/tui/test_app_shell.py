@@ -150,8 +150,8 @@ async def test_no_chat_is_opened_where_the_settings_say_so(paths):
     store = FakeStore()
     app = make_app(paths, store=store, flags={"restore_chat": False})
     async with app.run_test(size=(80, 24)) as pilot:
-        await until(pilot, lambda: app.controller.history is store)
-        await settle(pilot)
+        await until(pilot, lambda: app._is_restored)
+        assert app.controller.history is store
         assert store.calls == ["open"]
 
 
@@ -178,11 +178,40 @@ async def test_history_is_opened_and_a_hit_goes_to_its_turn(paths, monkeypatch, 
         await until(pilot, lambda: app.screen is app.chat_screen and app.controller.history)
         await until(pilot, lambda: drawn == [None])
         await pilot.press("f3")
-        await until(pilot, lambda: made == [(store, "now")])
+        await until(pilot, lambda: made == [(store, "two")])
         await app.on_history_screen_chosen(types.SimpleNamespace(chat_id="one", turn_id=1))
-        assert drawn == [None, 1]
+        assert drawn == [None, None, 1]
         assert app.screen is app.chat_screen
+        await app._remember()
         assert store.calls[-2:] == ["load one", "last one"]
+
+
+async def test_hit_in_a_chat_is_shown_before_a_model_is_picked(paths, drawn):
+    app = make_app(paths, store=FakeStore(), flags={"restore_chat": False})
+    async with app.run_test(size=(80, 24)) as pilot:
+        await until(pilot, lambda: app._is_restored)
+        await app.open_chat("one", 1)
+        await until(pilot, lambda: drawn == [None, 1])
+        assert app.screen is app.chat_screen
+
+
+async def test_open_chat_that_is_renamed_or_deleted_follows_the_history(paths):
+    store = FakeStore()
+    app = make_app(paths, store=store)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await until(pilot, lambda: app._is_restored)
+        app.on_history_screen_renamed(types.SimpleNamespace(chat_id="one", title="other"))
+        assert app.controller.title == ""
+        app.on_history_screen_renamed(types.SimpleNamespace(chat_id="two", title="caches"))
+        assert app.controller.title == "caches"
+        gone = types.SimpleNamespace(chat_id="one", is_restored=False)
+        await app.on_history_screen_deleted(gone)
+        assert app.controller.chat_id == "two"
+        gone.chat_id = "two"
+        await app.on_history_screen_deleted(gone)
+        assert app.controller.conversation.turns == ()
+        await app._remember()
+        assert store.calls[-1] == "last None"
 
 
 async def test_history_keeps_a_chat_with_a_reply_under_way(paths):

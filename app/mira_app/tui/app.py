@@ -29,15 +29,14 @@ from mira_app.controller import ChatController, Stage, Update
 from mira_app.paths import AppPaths
 from mira_app.setting_fields import FIELDS, PANEL_WIDTHS
 
-from .personal_app import PersonalApp
-from .screens.chat import ChatScreen
+from .history_app import HistoryApp
 from .screens.models import ModelsScreen
+from .widgets.composer import Composer
 
 if TYPE_CHECKING:
-    from mira_app.history import ChatSummary, HistoryStore, StoredChat
+    from mira_app.history import HistoryStore
 
     from .screens.controls import ControlsScreen
-    from .screens.history import HistoryScreen
 
 POLL_INTERVAL_S = 0.1
 REMEMBER_INTERVAL_S = 2.0
@@ -60,7 +59,7 @@ def _key(keys: str, action: str, name: str, about: str = "", *, is_shown: bool =
     return Binding(keys, action, name, show=is_shown, id=f"app.{action}", tooltip=about)
 
 
-class MiraApp(PersonalApp):
+class MiraApp(HistoryApp):
     """The program `mira-chat` opens.
 
     Args of the constructor: the controller; the history, not yet opened, `None` to keep no
@@ -93,19 +92,13 @@ class MiraApp(PersonalApp):
         paths: AppPaths | None = None,
         problems: Sequence[MiraError] = (),
     ) -> None:
-        super().__init__(controller.settings.interface, paths, problems)
-        self.controller = controller
+        super().__init__(controller, store, paths, problems)
         self.models_screen = ModelsScreen(controller)
-        self.chat_screen = ChatScreen(controller)
-        self._store = store
-        self._is_store_open = False
         self._state_file = StateFile(paths.state) if paths is not None else None
         self._state = AppState()
         self._panel_width = self.interface.panel_width
         self._engine = controller.settings.engine
         self._is_chat_due = False
-        self._is_chat_dressed = False
-        self._is_drawing_due = False
 
     # -- beginning and end
 
@@ -157,6 +150,7 @@ class MiraApp(PersonalApp):
             model=loaded.model if loaded is not None else self._state.model,
             draft=self.chat_screen.composer.text if self._is_chat_dressed else self._state.draft,
         )
+        await self._remember_chat()
         if self._state_file is None:
             return
         try:
@@ -233,58 +227,13 @@ class MiraApp(PersonalApp):
     async def _dress_chat(self, mounting: Awaitable[None]) -> None:
         """Gives a chat screen that is new what belongs to it from before."""
         await mounting
+        if not self.chat_screen.query(Composer):
+            return  # the app is being taken down
         self.show_panels(self.interface.are_panels_shown)
         self.chat_screen.composer.insert(self._state.draft, (0, 0))
         self._is_chat_dressed = True
         if self._is_drawing_due:
-            await self.chat_screen.show_chat(None)
-
-    async def _open_store(self) -> None:
-        """Opens the history, then the chat that was open last."""
-        store = self._store
-        assert store is not None
-        try:
-            notices = await asyncio.to_thread(store.open)
-            self._is_store_open = True
-            self.controller.history = store
-            for notice in notices:
-                self.tell_problem(MiraError(notice))
-            if self.interface.is_chat_restored:
-                chat_id = await asyncio.to_thread(lambda: store.last_chat_id)
-                if chat_id is not None and not self.controller.conversation.turns:
-                    chat = await asyncio.to_thread(store.load, chat_id)
-                    await self._show_stored(chat, None)
-        except MiraError as error:
-            self.tell_problem(error)
-
-    async def read_chats(self) -> list[ChatSummary]:
-        """Returns all chats, newest first; none where none are kept."""
-        if self._store is None or not self._is_store_open:
-            return []
-        return await asyncio.to_thread(self._store.chats)
-
-    async def open_chat(self, chat_id: str, turn_id: int | None = None) -> None:
-        """Opens a chat of the history, at a turn where one is named."""
-        store = self._store
-        assert store is not None
-        try:
-            chat = await asyncio.to_thread(store.load, chat_id)
-            await self._show_stored(chat, turn_id)
-            await asyncio.to_thread(store.set_last_chat, chat_id)
-        except MiraError as error:
-            self.tell_problem(error)
-        else:
-            if self.controller.entry is not None:
-                self.show_chat()
-
-    async def _show_stored(self, chat: StoredChat, turn_id: int | None) -> None:
-        try:
-            self.controller.open_chat(chat)
-        except ValueError:
-            raise MiraError("A reply is under way.", hint="Esc stops it.") from None
-        self._is_drawing_due = not self._is_chat_dressed
-        if self._is_chat_dressed:
-            await self.chat_screen.show_chat(turn_id)
+            await self._draw_due_chat()
 
     # -- what screens want
 
@@ -302,15 +251,13 @@ class MiraApp(PersonalApp):
 
     def on_chat_screen_history_wanted(self) -> None:
         """Opens the history."""
+        from .screens.history import HistoryScreen
+
         self.action_history()
 
     def on_chat_screen_settings_wanted(self) -> None:
         """Opens the live controls."""
         self.action_controls()
-
-    async def on_history_screen_chosen(self, event: HistoryScreen.Chosen) -> None:
-        """Opens the chat."""
-        await self.open_chat(event.chat_id, event.turn_id)
 
     def on_controls_screen_changed(self, event: ControlsScreen.Changed) -> None:
         """Has the engine changed before the next reply."""
@@ -333,10 +280,12 @@ class MiraApp(PersonalApp):
         """Opens the live controls."""
         from .screens.controls import ControlsScreen
 
-        if self.controller.loaded is None:
+        loaded, engine = self.controller.loaded, self._engine
+        if loaded is None:
             self.notify("Pick a model first: these are its engine's.", severity="warning")
             return
-        self._open(ControlsScreen, lambda: ControlsScreen(self._engine))
+        is_k_auto = engine.num_draft_tokens is None
+        self._open(ControlsScreen, lambda: ControlsScreen(engine, loaded.plan, is_k_auto))
 
     def action_history(self) -> None:
         """Opens the history."""
@@ -346,13 +295,15 @@ class MiraApp(PersonalApp):
         if store is None or not self._is_store_open:
             self.notify("No chats are kept here; F1 says why.", severity="warning")
             return
-        self._open(HistoryScreen, lambda: HistoryScreen(store, self.controller.chat_id))
+        self._open(
+            HistoryScreen, lambda: HistoryScreen(store, current_chat_id=self.controller.chat_id)
+        )
 
     def action_details(self) -> None:
         """Opens the details."""
         from .screens.details import DetailsScreen
 
-        self._open(DetailsScreen, lambda: DetailsScreen(self.controller))
+        self._open(DetailsScreen, lambda: DetailsScreen(lambda: self.chat_screen.panel_state))
 
     def action_panels(self) -> None:
         """Shows or hides the live panels."""
