@@ -20,6 +20,7 @@ from app_shell_fakes import (
 from mira_app.app_state import AppState, StateFile
 from mira_app.controller import Stage
 from mira_app.settings_file import open_settings, read_settings_file
+from mira_app.tui.app import MiraApp, run_app
 from mira_app.tui.screens.models import ModelsScreen
 from mira_app.tui.screens.too_small import TooSmallScreen
 from mira_app.tui.widgets.composer import Composer
@@ -387,6 +388,15 @@ async def test_keys_that_are_swapped_are_both_in_force():
         await settle(pilot)
         assert app.problems == []
         assert app._keymap == {"chat.new": "ctrl+r", "chat.regenerate": "ctrl+n"}
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_mouse_is_left_to_the_terminal_where_the_settings_say_so(paths, monkeypatch, is_enabled):
+    ran = []
+    monkeypatch.setattr(MiraApp, "run", lambda app, **options: ran.append(options))
+    controller = make_app(flags={"mouse": is_enabled}).controller
+    run_app(controller, store=None, paths=paths)
+    assert ran == [{"mouse": is_enabled}]
 
 
 # -- size

@@ -251,8 +251,6 @@ class MiraApp(HistoryApp):
 
     def on_chat_screen_history_wanted(self) -> None:
         """Opens the history."""
-        from .screens.history import HistoryScreen
-
         self.action_history()
 
     def on_chat_screen_settings_wanted(self) -> None:
