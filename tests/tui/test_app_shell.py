@@ -312,6 +312,15 @@ async def test_theme_that_is_none_is_told_with_the_nearest_one():
         assert "Did you mean mira-light?" in told(app)
 
 
+@pytest.mark.parametrize("is_tour_done", [True, False])
+async def test_problem_of_the_settings_is_seen_at_start(paths, is_tour_done):
+    app = make_app(paths, flags={"theme": "mira-lihgt"}, is_tour_done=is_tour_done)
+    async with app.run_test(size=(80, 24), notifications=True) as pilot:
+        await until(pilot, lambda: app.screen.query("Toast"))
+        await until(pilot, lambda: app.screen.query_one("Toast").region.height > 1)
+        assert isinstance(app.screen, ModelsScreen) == is_tour_done
+
+
 async def test_theme_that_is_changed_is_kept_in_the_settings_file(paths):
     paths.config.write_text("# mine\n[interface]\nmouse = true\n")
     app = make_app(paths)

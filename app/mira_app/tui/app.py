@@ -115,6 +115,7 @@ class MiraApp(HistoryApp):
             self.set_interval(REMEMBER_INTERVAL_S, self._remember)
             if not self._state.is_tour_done:
                 self.show_tour()
+        self.call_after_refresh(self.tell_problems)
         if self._store is not None:
             self.run_worker(self._open_store(), group="history")
 

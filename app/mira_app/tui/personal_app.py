@@ -46,11 +46,9 @@ class PersonalApp(App[None]):
         self._toasts: dict[str, float] = {}
 
     def dress(self) -> None:
-        """Takes theme and keys into use, and tells what is wrong so far."""
+        """Takes theme and keys into use; `tell_problems` is for when a screen is there."""
         self._use_themes()
         self._use_keymap()
-        for problem in self.problems:
-            self._toast(problem)
 
     def _use_themes(self) -> None:
         for theme in make_themes():
@@ -105,6 +103,11 @@ class PersonalApp(App[None]):
                 self.notify(f"Written to {self.paths.config}.", markup=False)
 
     # -- telling
+
+    def tell_problems(self) -> None:
+        """Shows what is wrong so far."""
+        for problem in self.problems:
+            self._toast(problem)
 
     def tell_problem(self, problem: MiraError) -> None:
         """Shows what went wrong, and keeps it among the notes of the help."""
