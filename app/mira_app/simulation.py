@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from mira_engine.api import ConfigError, MemoryAmount, to_plain
 
-from .settings import parse_rate
+from .setting_parsers import parse_rate
 
 if TYPE_CHECKING:
     from mira_engine.api import SimulationReport, SimulationRequest, SimulationRow

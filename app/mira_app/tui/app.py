@@ -1,84 +1,183 @@
-"""The Textual application: two screens over one controller, and the timer that polls it.
+"""The Textual application: its screens over one controller, and the timer that polls it.
 
 Runs in the app's process, on its event loop; the engine is another process and torch is
 never loaded here. One timer, ten times a second, takes what the engine said and hands it
-to the screens; nothing is drawn per token.
+to the screens; nothing is drawn per token. What waits for a disk (the history, settings
+and state files) runs in a thread, never on the loop.
+
+The menu of models is the lowest screen; the chat lies over it once a model is there, and
+everything else over these two. Screens post what the person wants; here is decided what
+happens then. Screens that few need at once are imported when they are opened.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
+import dataclasses
+import inspect
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING
 
 from mira_engine.api import MiraError
-from textual.app import App
+from textual import events
 from textual.binding import Binding
-from textual.notifications import SeverityLevel
-from textual.theme import Theme
+from textual.command import Provider
+from textual.screen import Screen
 
+from mira_app.app_state import AppState, StateFile
 from mira_app.controller import ChatController, Stage, Update
+from mira_app.paths import AppPaths
+from mira_app.setting_fields import FIELDS, PANEL_WIDTHS
 
-from .screens.chat import ChatScreen
-from .screens.help import HelpScreen
+from .history_app import HistoryApp
 from .screens.models import ModelsScreen
+from .widgets.composer import Composer
+
+if TYPE_CHECKING:
+    from mira_app.history import HistoryStore
+
+    from .screens.controls import ControlsScreen
 
 POLL_INTERVAL_S = 0.1
+REMEMBER_INTERVAL_S = 2.0
+"""Seconds of writing that a killed app may lose of a draft."""
 
-_DARK = Theme(
-    name="mira-dark",
-    primary="#7aa2c8",
-    secondary="#8fb39a",
-    accent="#c8a878",
-    warning="#d0a860",
-    error="#d07878",
-    success="#86b08a",
-    foreground="#d4d7dc",
-    background="#16181c",
-    surface="#1d2025",
-    panel="#262a31",
-    dark=True,
-)
+_LOW_ROWS = 12
+"""Below these, the chat gives up the panel's lines and the composer's frame."""
+
+LIVE_SETTINGS = ("budget", "k", "precision", "prefetch")
+"""What the live controls change, by the names of the settings."""
 
 
-class MiraApp(App[None]):
-    """The program `mira-chat` opens."""
+def _commands_provider() -> type[Provider]:
+    from .commands import MiraCommands
+
+    return MiraCommands
+
+
+def _key(keys: str, action: str, name: str, about: str = "", *, is_shown: bool = True) -> Binding:
+    return Binding(keys, action, name, show=is_shown, id=f"app.{action}", tooltip=about)
+
+
+class MiraApp(HistoryApp):
+    """The program `mira-chat` opens.
+
+    Args of the constructor: the controller; the history, not yet opened, `None` to keep no
+    chats; where files are, `None` to remember nothing; what of the settings file cannot be
+    used.
+    """
 
     TITLE = "mira-chat"
     CSS_PATH = "app.tcss"
+    COMMANDS = {_commands_provider}
+    VERTICAL_BREAKPOINTS = [(0, "-low"), (_LOW_ROWS, "-high")]
     BINDINGS = [
-        Binding("f1", "help", "Help", id="app.help"),
+        _key("f1", "help", "Help"),
+        _key("f2", "controls", "Controls", "budget, K, precision, prefetch"),
+        _key("f3,ctrl+h", "history", "Chats", "all chats, and search in them"),
+        _key("f4", "details", "Details", "plots of what the panels show", is_shown=False),
+        _key("ctrl+b", "panels", "Panels", "live panels on or off", is_shown=False),
+        Binding(
+            "ctrl+p", "command_palette", "Commands", show=False, priority=True, id="app.palette",
+            tooltip="all commands, themes",
+        ),
         Binding("ctrl+q", "quit", "Quit", priority=True, id="app.quit"),
-    ]
+    ]  # fmt: skip
 
-    def __init__(self, controller: ChatController) -> None:
-        super().__init__()
-        self.controller = controller
+    def __init__(
+        self,
+        controller: ChatController,
+        *,
+        store: HistoryStore | None = None,
+        paths: AppPaths | None = None,
+        problems: Sequence[MiraError] = (),
+    ) -> None:
+        super().__init__(controller, store, paths, problems)
         self.models_screen = ModelsScreen(controller)
-        self.chat_screen = ChatScreen(controller)
+        self._state_file = StateFile(paths.state) if paths is not None else None
+        self._state = AppState()
+        self._panel_width = self.interface.panel_width
+        self._engine = controller.settings.engine
         self._is_chat_due = False
-        self._toasts: dict[str, float] = {}
+
+    # -- beginning and end
 
     async def on_mount(self) -> None:
-        """Shows the menu, and goes on at once where a model was named."""
-        self.register_theme(_DARK)
-        self.theme = _DARK.name
+        """Shows the menu, or at once the chat where it is known which model is to answer."""
+        self.dress()
         self.install_screen(self.chat_screen, "chat")
         await self.push_screen(self.models_screen)
-        if self.controller.settings.is_model_given:
-            self._choose(self.controller.settings.model)
+        if self._state_file is not None:
+            self._state = self._state_file.load()
+        self._begin()
         self._poll_timer = self.set_interval(POLL_INTERVAL_S, self._poll)
+        if self._state_file is not None:
+            self.set_interval(REMEMBER_INTERVAL_S, self._remember)
+            if not self._state.is_tour_done:
+                self.show_tour()
+        self.call_after_refresh(self.tell_problems)
+        if self._store is not None:
+            self.run_worker(self._open_store(), group="history")
+
+    def _begin(self) -> None:
+        """Opens the model that was named, or the one of the last time where it is ready."""
+        settings = self.controller.settings
+        if settings.is_model_given:
+            self._choose(settings.model)
+        elif self._state.model and self.interface.is_chat_restored:
+            try:
+                entries = self.controller.models()
+            except MiraError:
+                return  # the menu, which is shown, says why
+            if any(entry.is_ready and entry.model == self._state.model for entry in entries):
+                self._choose(self._state.model)
+        if self.controller.stage is Stage.LOADING:
+            self._is_chat_due = False
+            self.show_chat()  # one can write while the model is loaded
+
+    async def action_quit(self) -> None:
+        """Keeps what is to be remembered, ends the engine, then the app."""
+        await self._remember()
+        await asyncio.to_thread(self.controller.close)
+        if self._store is not None and self._is_store_open:
+            await asyncio.to_thread(self._store.close)
+        self.exit()
+
+    async def _remember(self) -> None:
+        """Writes draft and model where they changed; once refused, says so and gives up."""
+        loaded = self.controller.loaded
+        self._state = AppState(
+            is_tour_done=self._state.is_tour_done,
+            model=loaded.model if loaded is not None else self._state.model,
+            draft=self.chat_screen.composer.text if self._is_chat_dressed else self._state.draft,
+        )
+        await self._remember_chat()
+        if self._state_file is None:
+            return
+        try:
+            await asyncio.to_thread(self._state_file.save, self._state)
+        except MiraError as error:
+            self._state_file = None
+            self.tell_problem(error)
+
+    # -- polling
 
     async def _poll(self) -> None:
         if not self.is_running:
             return  # the screens are being taken down
         update = self.controller.poll()
-        if self.models_screen.is_mounted:
-            self.models_screen.take(update)
-        if self.chat_screen.is_mounted:
-            await self.chat_screen.take(update)
-        await self._open_due_chat()
+        for screen in (self.models_screen, self.chat_screen, *self._screens_above()):
+            take = getattr(screen, "take", None)
+            if take is not None and screen.is_mounted:
+                drawing = take(update)
+                if inspect.isawaitable(drawing):
+                    await drawing
+        self._open_due_chat()
 
-    async def _open_due_chat(self) -> None:
+    def _screens_above(self) -> list[Screen]:
+        return [s for s in self.screen_stack if s not in (self.models_screen, self.chat_screen)]
+
+    def _open_due_chat(self) -> None:
         """Goes from the menu to the chat once the model picked there is loaded.
 
         Where the help or the commands lie over the menu, once these are closed.
@@ -88,12 +187,14 @@ class MiraApp(App[None]):
         is_ready = self.controller.stage is Stage.READY
         if self._is_chat_due and is_ready and self.screen is self.models_screen:
             self._is_chat_due = False
-            await self.push_screen("chat")
+            self.show_chat()
+
+    # -- models and chats
 
     def _choose(self, model: str) -> None:
         loaded = self.controller.loaded
         if loaded is not None and loaded.model == model and self.controller.can_send:
-            self.push_screen("chat")
+            self.show_chat()
             return
         try:
             self.controller.choose(model)
@@ -103,41 +204,169 @@ class MiraApp(App[None]):
             self._is_chat_due = True
             self.models_screen.take(Update(is_stage_new=True))
 
+    def choose_model(self, model: str) -> None:
+        """Goes to the menu and picks a model there."""
+        self.show_models()
+        self._choose(model)
+
+    def show_models(self) -> None:
+        """Closes whatever lies over the menu of models; a reply under way goes on."""
+        self._close_down_to(self.models_screen)
+
+    def show_chat(self) -> None:
+        """Closes whatever lies over the chat, or opens it."""
+        if self.chat_screen in self.screen_stack:
+            self._close_down_to(self.chat_screen)
+            return
+        self._close_down_to(self.models_screen)
+        self.run_worker(self._dress_chat(self.push_screen("chat")), group="chat")
+
+    def _close_down_to(self, screen: Screen) -> None:
+        while self.screen is not screen:
+            self.pop_screen()
+
+    async def _dress_chat(self, mounting: Awaitable[None]) -> None:
+        """Gives a chat screen that is new what belongs to it from before."""
+        await mounting
+        if not self.chat_screen.query(Composer):
+            return  # the app is being taken down
+        self.show_panels(self.interface.are_panels_shown)
+        self.chat_screen.composer.insert(self._state.draft, (0, 0))
+        self._is_chat_dressed = True
+        if self._is_drawing_due:
+            await self._draw_due_chat()
+
+    # -- what screens want
+
     def on_models_screen_chosen(self, event: ModelsScreen.Chosen) -> None:
         """Begins to prepare or load."""
         self._choose(event.model)
 
     def on_models_screen_left(self) -> None:
         """Goes back to the chat."""
-        self.push_screen("chat")
+        self.show_chat()
 
-    async def on_chat_screen_models_wanted(self) -> None:
-        """Goes to the menu; a reply under way goes on."""
-        await self.pop_screen()
+    def on_chat_screen_models_wanted(self) -> None:
+        """Goes to the menu."""
+        self.show_models()
 
-    def notify(
-        self,
-        message: str,
-        *,
-        title: str = "",
-        severity: SeverityLevel = "information",
-        timeout: float | None = None,
-        markup: bool = True,
-    ) -> None:
-        """Shows a toast, unless it is still there from before."""
-        now = time.monotonic()
-        shown_s = self.NOTIFICATION_TIMEOUT if timeout is None else timeout
-        self._toasts = {text: end for text, end in self._toasts.items() if end > now}
-        if message not in self._toasts:
-            self._toasts[message] = now + shown_s
-            super().notify(message, title=title, severity=severity, timeout=timeout, markup=markup)
+    def on_chat_screen_history_wanted(self) -> None:
+        """Opens the history."""
+        self.action_history()
+
+    def on_chat_screen_settings_wanted(self) -> None:
+        """Opens the live controls."""
+        self.action_controls()
+
+    def on_controls_screen_changed(self, event: ControlsScreen.Changed) -> None:
+        """Has the engine changed before the next reply."""
+        self._engine = event.config
+        self.controller.reconfigure(event.config)
+
+    # -- actions
 
     def action_help(self) -> None:
         """Opens the help."""
-        if not isinstance(self.screen, HelpScreen):
-            self.push_screen(HelpScreen(self.controller.notices))
+        from .keymap import key_sections, known_bindings
+        from .screens.help import HelpScreen
 
-    async def action_quit(self) -> None:
-        """Ends the engine, then the app."""
-        await asyncio.to_thread(self.controller.close)
-        self.exit()
+        sections = key_sections(known_bindings(), self._keymap)
+        notes = [notice.text for notice in self.controller.notices]
+        notes += [str(problem) for problem in self.problems]
+        self._open(HelpScreen, lambda: HelpScreen(notes, sections, self.paths))
+
+    def action_controls(self) -> None:
+        """Opens the live controls."""
+        from .screens.controls import ControlsScreen
+
+        loaded, engine = self.controller.loaded, self._engine
+        if loaded is None:
+            self.notify("Pick a model first: these are its engine's.", severity="warning")
+            return
+        is_k_auto = engine.num_draft_tokens is None
+        self._open(ControlsScreen, lambda: ControlsScreen(engine, loaded.plan, is_k_auto))
+
+    def action_history(self) -> None:
+        """Opens the history."""
+        from .screens.history import HistoryScreen
+
+        store = self._store
+        if store is None or not self._is_store_open:
+            self.notify("No chats are kept here; F1 says why.", severity="warning")
+            return
+        self._open(
+            HistoryScreen, lambda: HistoryScreen(store, current_chat_id=self.controller.chat_id)
+        )
+
+    def action_details(self) -> None:
+        """Opens the details."""
+        from .screens.details import DetailsScreen
+
+        self._open(DetailsScreen, lambda: DetailsScreen(lambda: self.chat_screen.panel_state))
+
+    def action_panels(self) -> None:
+        """Shows or hides the live panels."""
+        self.show_panels(self.chat_screen.has_class("-no-panels"))
+
+    def _open(self, kind: type[Screen], make: Callable[[], Screen]) -> None:
+        if not any(isinstance(screen, kind) for screen in self.screen_stack):
+            self.push_screen(make())
+
+    def show_panels(self, is_shown: bool) -> None:
+        """Shows or hides the live panels, at the width that was chosen."""
+        self.chat_screen.set_class(not is_shown, "-no-panels")
+        for side in self.chat_screen.query("#side"):
+            side.styles.width = self._panel_width
+
+    def widen_panels(self, num_columns: int) -> None:
+        """Gives the live panels more columns, or fewer."""
+        width = self._panel_width + num_columns
+        self._panel_width = max(PANEL_WIDTHS[0], min(PANEL_WIDTHS[-1], width))
+        self.show_panels(True)
+        self.keep_settings({"panel_width": self._panel_width})
+
+    def keep_engine_settings(self) -> None:
+        """Writes what the live controls changed to the settings file."""
+        changes = {
+            field.name: getattr(self._engine, field.attribute)
+            for field in FIELDS
+            if field.name in LIVE_SETTINGS
+        }
+        self.keep_settings(changes, is_told=True)
+
+    def show_tour(self) -> None:
+        """Shows the tour, and remembers that it was seen once it is closed."""
+        from .keymap import key_text, known_bindings
+        from .screens.tour import TourScreen
+
+        keys = {
+            binding_id: key_text(self._keymap.get(binding_id, binding.key).partition(",")[0])
+            for binding_id, binding in known_bindings().items()
+        }
+        self.push_screen(TourScreen(keys), self._finish_tour)
+
+    async def _finish_tour(self, _result: None) -> None:
+        self._state = dataclasses.replace(self._state, is_tour_done=True)
+        await self._remember()
+
+    def on_resize(self, event: events.Resize) -> None:
+        """Says so where the terminal has no room for the layout, for as long as it has none."""
+        from .screens.too_small import TooSmallScreen, is_too_small
+
+        is_shown = isinstance(self.screen, TooSmallScreen)
+        if is_too_small(event.size) and not is_shown:
+            self.push_screen(TooSmallScreen())
+        elif is_shown and not is_too_small(event.size):
+            self.pop_screen()
+
+
+def run_app(
+    controller: ChatController,
+    *,
+    store: HistoryStore | None,
+    paths: AppPaths,
+    problems: Sequence[MiraError] = (),
+) -> None:
+    """Runs the app until it is left; the mouse is taken unless the settings say otherwise."""
+    app = MiraApp(controller, store=store, paths=paths, problems=problems)
+    app.run(mouse=controller.settings.interface.is_mouse_enabled)

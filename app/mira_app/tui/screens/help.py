@@ -1,10 +1,9 @@
-"""Keys, the words of the live panel, and the notes in force."""
+"""The keys in force, the words of the live panel, the notes in force, and where files are."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mira_engine.api import Notice
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import VerticalScroll
@@ -12,18 +11,15 @@ from textual.content import Content
 from textual.screen import ModalScreen
 from textual.widgets import Static
 
+from mira_app.paths import AppPaths
 from mira_app.sanitise import sanitise
+from mira_app.tui.keymap import KeyRow
 
-_KEYS = (
-    ("Enter", "send; in the menu, pick the marked model"),
+_KEYS_WIDTH, _ABOUT_WIDTH = 19, 31
+_WRITING = (
+    ("Enter", "send; in a list, pick the marked line"),
     ("Ctrl+J, Shift+Enter", "new line"),
-    ("Esc", "stop; what has arrived is kept"),
-    ("Ctrl+R", "answer the last question again"),
-    ("Ctrl+N", "new chat"),
-    ("Ctrl+O", "models"),
-    ("Ctrl+P", "all commands, themes"),
-    ("F1", "this help"),
-    ("Ctrl+Q", "quit"),
+    ("Tab, Shift+Tab", "go to the next part of the screen"),
 )
 _WORDS = (
     ("hit", "a token's expert was in device memory"),
@@ -41,6 +37,31 @@ def _table(rows: Sequence[tuple[str, str]]) -> Content:
     )
 
 
+def _key_table(rows: Sequence[KeyRow]) -> Content:
+    return Content("\n").join(
+        Content.assemble(
+            (f"  {row.keys:<{_KEYS_WIDTH}} ", "bold"),
+            f" {_cut(row.about):<{_ABOUT_WIDTH}} ",
+            (row.binding_id, "$text-muted"),
+        )
+        for row in rows
+    )
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _ABOUT_WIDTH else text[: _ABOUT_WIDTH - 1] + "…"
+
+
+def _file_rows(paths: AppPaths) -> tuple[tuple[str, str], ...]:
+    return (
+        ("settings", str(paths.config)),
+        ("chats", str(paths.history)),
+        ("models", str(paths.data_dir)),
+        ("engine log", str(paths.log_dir)),
+        ("draft, last model", str(paths.state)),
+    )
+
+
 class HelpScreen(ModalScreen[None]):
     """Closed by Esc, F1 or Enter."""
 
@@ -49,18 +70,34 @@ class HelpScreen(ModalScreen[None]):
         Binding("escape,f1,enter", "dismiss", "Close", id="help.close"),
     ]
 
-    def __init__(self, notices: Sequence[Notice]) -> None:
+    def __init__(
+        self,
+        notes: Sequence[str],
+        sections: Sequence[tuple[str, Sequence[KeyRow]]] = (),
+        paths: AppPaths | None = None,
+    ) -> None:
         super().__init__()
-        self._notices = tuple(notices)
+        self._notes = tuple(notes)
+        self._sections = tuple(sections)
+        self._paths = paths
 
     def compose(self) -> ComposeResult:
-        """Lays out the three parts one below the other."""
+        """Lays out the parts one below the other."""
         with VerticalScroll(id="help"):
-            yield Static(Content.styled("Keys", "bold $primary"))
-            yield Static(_table(_KEYS))
-            yield Static(Content.styled("\nThe live panel", "bold $primary"))
+            yield _title("Writing and moving")
+            yield Static(_table(_WRITING))
+            for title, rows in self._sections:
+                yield _title(f"\n{title}")
+                yield Static(_key_table(rows))
+            yield _title("\nThe live panel")
             yield Static(_table(_WORDS))
-            yield Static(Content.styled("\nNotes in force", "bold $primary"))
-            texts = [sanitise(notice.text) for notice in self._notices] or ["none"]
-            for text in texts:
-                yield Static(Content(text), classes="note")
+            yield _title("\nNotes in force")
+            for text in self._notes or ("none",):
+                yield Static(Content(sanitise(text)), classes="note")
+            if self._paths is not None:
+                yield _title("\nFiles")
+                yield Static(_table(_file_rows(self._paths)))
+
+
+def _title(text: str) -> Static:
+    return Static(Content.styled(text, "bold $primary"))

@@ -1,0 +1,138 @@
+"""What `mira-chat config` says: each setting, its value, and where that comes from.
+
+Reads the settings file and the environment; a mistaken file is reported, not refused,
+since this is the command that finds the mistake.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from mira_engine.api import ConfigError
+
+from .setting_fields import FIELDS, Section, SettingField
+from .settings import VARIABLE_PREFIX, Origin, choose_settings
+from .settings_file import SettingsFile, read_settings_file, write_default_file
+
+_NO_VALUE = "-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigRow:
+    """One setting in force.
+
+    Attributes:
+        setting: Its line of the table.
+        value: What a settings file would hold, `None` for no value.
+        origin: Where it comes from.
+        source: The same for people, with the variable's name.
+    """
+
+    setting: SettingField
+    value: object
+    origin: Origin
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigReport:
+    """Every setting in force, and what is wrong with the file or a variable."""
+
+    file: SettingsFile
+    rows: tuple[ConfigRow, ...]
+    problems: tuple[ConfigError, ...]
+
+    def lines(self) -> list[str]:
+        """Returns the report for people, section by section."""
+        state = "" if self.file.is_there else " (not there; `mira-chat config --init` writes it)"
+        lines = [f"settings file: {self.file.path}{state}"]
+        width = max(len(row.setting.name) for row in self.rows)
+        texts = {row.setting.name: _value_text(row.value) for row in self.rows}
+        value_width = min(24, max(len(text) for text in texts.values()))
+        for section in Section:
+            lines += ["", f"[{section}]"]
+            for row in self.rows:
+                if row.setting.section is section:
+                    name = row.setting.name
+                    value = texts[name].ljust(value_width)
+                    lines.append(f"{name.ljust(width)}  {value}  {row.source}".rstrip())
+        for problem in self.problems:
+            lines += ["", f"problem: {problem.message}"]
+            if problem.hint:
+                lines.append(f"hint: {problem.hint}")
+        return lines
+
+    def to_json(self) -> str:
+        """Returns the report as one JSON object."""
+        report = {
+            "file": str(self.file.path),
+            "is_there": self.file.is_there,
+            "settings": {
+                row.setting.name: {
+                    "value": row.value,
+                    "origin": row.origin.value,
+                    "section": row.setting.section.value,
+                    "about": row.setting.about,
+                }
+                for row in self.rows
+            },
+            "problems": [problem.to_fields() for problem in self.problems],
+        }
+        return json.dumps(report, ensure_ascii=False)
+
+
+def make_config_report(
+    environ: Mapping[str, str], path: Path, flags: Mapping[str, object] | None = None
+) -> ConfigReport:
+    """Gathers the report; raises nothing for what the file or a variable says."""
+    file = read_settings_file(path)
+    problems = list(file.problems)
+    usable = dict(environ)
+    for setting in FIELDS:
+        variable = VARIABLE_PREFIX + setting.name.upper()
+        try:
+            choose_settings({}, {variable: environ.get(variable, "")})
+        except ConfigError as error:
+            problems.append(error)
+            del usable[variable]
+    chosen = choose_settings(flags or {}, usable, file.values)
+    rows = tuple(
+        ConfigRow(
+            setting=setting,
+            value=setting.shown(chosen[setting.name].value),
+            origin=chosen[setting.name].origin,
+            source=_source(setting, chosen[setting.name].origin),
+        )
+        for setting in FIELDS
+    )
+    return ConfigReport(file=file, rows=rows, problems=tuple(problems))
+
+
+def init_config(path: Path) -> str:
+    """Writes the documented settings file; returns the line that says so.
+
+    Raises:
+        ConfigError: There is a file already.
+        UnwritableFileError: It cannot be written.
+    """
+    write_default_file(path)
+    return f"wrote {path}; every setting in it is documented and none is changed."
+
+
+def _source(setting: SettingField, origin: Origin) -> str:
+    if origin is Origin.ENVIRONMENT:
+        return f"{origin} ({VARIABLE_PREFIX}{setting.name.upper()})"
+    return origin.value
+
+
+def _value_text(value: object) -> str:
+    if value is None or value == {}:
+        return _NO_VALUE
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, Mapping):
+        return " ".join(f"{binding}={key}" for binding, key in value.items())
+    return str(value) if value != "" else '""'

@@ -1,0 +1,71 @@
+"""`mira-chat config`: every setting, its value and where it comes from."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from mira_app.config_report import init_config, make_config_report
+from mira_app.setting_fields import FIELDS
+from mira_app.settings_file import read_settings_file
+from mira_engine.api import ConfigError
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "config.toml"
+
+
+def line_of(report, name: str) -> list[str]:
+    (line,) = [line for line in report.lines() if line.split()[:1] == [name]]
+    return line.split()
+
+
+def test_report_says_where_each_value_comes_from(path):
+    path.write_text('[engine]\nk = 3\nbudget = "40%"\n', encoding="utf-8")
+    environ = {"MIRA_CHAT_K": "5", "MIRA_CHAT_LINK_RATE": "500MB/s"}
+    report = make_config_report(environ, path, {"temperature": 0.5})
+    assert line_of(report, "k") == ["k", "5", "environment", "(MIRA_CHAT_K)"]
+    assert line_of(report, "budget") == ["budget", "40%", "file"]
+    assert line_of(report, "link_rate")[1] == "500MB"
+    assert line_of(report, "temperature") == ["temperature", "0.5", "flag"]
+    assert line_of(report, "theme") == ["theme", "mira-dark", "default"]
+    assert line_of(report, "memory") == ["memory", "-", "default"]
+    assert str(path) in report.lines()[0]
+
+
+def test_report_as_json_has_every_setting_in_the_form_of_the_file(path):
+    path.write_text('[keymap]\n"chat.new" = "f9"\n[engine]\nlink_latency = 2\n', encoding="utf-8")
+    report = json.loads(make_config_report({}, path).to_json())
+    assert list(report["settings"]) == [setting.name for setting in FIELDS]
+    assert report["settings"]["keymap"]["value"] == {"chat.new": "f9"}
+    assert report["settings"]["link_latency"] | {"about": ""} == {
+        "value": 2.0, "origin": "file", "section": "engine", "about": "",
+    }  # fmt: skip
+    assert report["settings"]["budget"]["value"] is None
+    assert report["is_there"]
+    assert report["problems"] == []
+
+
+def test_report_tells_every_mistake_and_shows_the_rest(path):
+    path.write_text("[engine]\nk = 99\nthreads = 2\n", encoding="utf-8")
+    report = make_config_report({"MIRA_CHAT_SEED": "x", "MIRA_CHAT_DTYPE": "float32"}, path)
+    text = "\n".join(report.lines())
+    assert "line 2: K cannot be 99" in text
+    assert "MIRA_CHAT_SEED" in text
+    assert line_of(report, "k") == ["k", "-", "default"]
+    assert line_of(report, "threads") == ["threads", "2", "file"]
+    assert line_of(report, "dtype")[1] == "float32"
+    problems = json.loads(report.to_json())["problems"]
+    assert [problem["code"] for problem in problems] == ["ConfigError"] * 2
+
+
+def test_report_without_a_file_says_how_to_get_one(path):
+    assert "config --init" in make_config_report({}, path).lines()[0]
+
+
+def test_init_writes_the_documented_file_once(path):
+    assert str(path) in init_config(path)
+    assert read_settings_file(path).problems == ()
+    with pytest.raises(ConfigError, match="there already"):
+        init_config(path)
