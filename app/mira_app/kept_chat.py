@@ -6,15 +6,14 @@ that cannot be written is told once and keeps the chat in memory.
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable
-from typing import Any
 
-from mira_engine.api import ConfigError, MiraError
+from mira_engine.api import ConfigError, MiraError, SamplingConfig
 
 from .conversation import Conversation
+from .history import HistoryStore
+from .stored_chat import StoredChat, new_chat_id
 
-_MAX_TITLE_CHARS = 60
 _NUM_LISTED = 5
 
 
@@ -22,39 +21,41 @@ class KeptChat:
     """A chat under its id.
 
     Args:
-        store: The history, opened; `None` keeps nothing.
-        make: Makes what the store saves, from its fields.
+        store: The history, opened.
         say: Told once where saving fails.
     """
 
-    def __init__(
-        self, store: Any | None, make: Callable[..., Any] | None, say: Callable[[str], None]
-    ) -> None:
-        self._store, self._make, self._say = store, make, say
+    def __init__(self, store: HistoryStore, say: Callable[[str], None]) -> None:
+        self._store, self._say = store, say
         self._has_failed = False
         self._title = ""
-        self.chat_id = uuid.uuid4().hex
+        self.chat_id = new_chat_id()
 
     def begin(self) -> None:
         """Goes on with a new chat."""
-        self.chat_id, self._title = uuid.uuid4().hex, ""
+        self.chat_id, self._title = new_chat_id(), ""
 
-    def resume(self, stored: Any) -> Conversation:
+    def resume(self, stored: StoredChat) -> Conversation:
         """Goes on with a stored chat. Returns its conversation."""
         self.chat_id, self._title = stored.chat_id, stored.title
         return stored.conversation
 
-    def save(self, conversation: Conversation, **fields: object) -> None:
-        """Saves the chat as it is now; `fields` are the model's name and the sampling."""
-        if self._store is None or self._make is None or not conversation.turns:
+    def save(
+        self, conversation: Conversation, *, model: str, sampling: SamplingConfig | None
+    ) -> None:
+        """Saves the chat as it is now."""
+        if not conversation.turns:
             return
-        self._title = self._title or title_of(conversation)
-        chat = self._make(
-            chat_id=self.chat_id, title=self._title, conversation=conversation, **fields
+        chat = StoredChat(
+            chat_id=self.chat_id,
+            title=self._title,
+            model=model,
+            conversation=conversation,
+            sampling=sampling,
         )
         try:
             # The store may keep it under another id, where another program goes on with it.
-            self.chat_id = self._store.save(chat) or self.chat_id
+            self.chat_id = self._store.save(chat)
             self._store.set_last_chat(self.chat_id)
         except MiraError as error:
             if not self._has_failed:
@@ -62,13 +63,7 @@ class KeptChat:
                 self._say(f"note: this chat is not being saved: {error.message}")
 
 
-def title_of(conversation: Conversation) -> str:
-    """Returns the beginning of the first question, on one line."""
-    title = " ".join(conversation.turns[0].content.split()) if conversation.turns else ""
-    return title if len(title) <= _MAX_TITLE_CHARS else f"{title[: _MAX_TITLE_CHARS - 1]}…"
-
-
-def find_chat(store: Any, wanted: str | None) -> Any:
+def find_chat(store: HistoryStore, wanted: str | None) -> StoredChat:
     """Loads a chat.
 
     Args:

@@ -7,8 +7,6 @@ front end can put something else in. Nothing is started or opened before it is u
 from __future__ import annotations
 
 import contextlib
-import importlib
-import importlib.util
 import os
 import sys
 from collections.abc import Iterator
@@ -16,13 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
-    from mira_engine.api import ConfigError
-
     from .answer import Answerer
     from .catalog import Catalog
     from .engine_client import EngineClient
+    from .history import HistoryStore
     from .options import Flags
     from .settings import Settings
+    from .settings_file import OpenedSettings
 
 
 def make_client() -> EngineClient:
@@ -53,79 +51,47 @@ def make_library() -> Any:
     return ModelLibrary(data_dir())
 
 
-def history_module() -> Any | None:
-    """Returns what keeps chats: `HistoryStore` and `StoredChat`; `None` where nothing does."""
-    if importlib.util.find_spec("mira_app.history") is None:
-        return None
-    return importlib.import_module("mira_app.history")
-
-
 @contextlib.contextmanager
-def opened_history() -> Iterator[tuple[Any | None, Any | None]]:
-    """The store of chats, open, and what makes a chat for it; both `None` without history.
+def opened_history() -> Iterator[HistoryStore]:
+    """The store of chats, open; what it has to say about its file goes to standard error."""
+    from .history import HistoryStore
+    from .paths import history_path
 
-    What the store has to say about its file goes to standard error.
-    """
-    history = history_module()
-    if history is None:
-        yield None, None
-        return
-    from .paths import data_dir
-
-    store = history.HistoryStore(data_dir() / "history.sqlite3")
+    store = HistoryStore(history_path(os.environ, read_settings({}).interface.history_path))
     try:
         for notice in store.open():
             print(f"note: {notice}", file=sys.stderr)
-        yield store, history.StoredChat
+        yield store
     finally:
         store.close()
 
 
-def export_module(store: Any | None) -> Any:
-    """Returns what turns chats into text and back.
-
-    Raises:
-        ConfigError: This build keeps no chats.
-    """
-    if store is None or importlib.util.find_spec("mira_app.export") is None:
-        raise _missing("keeps no chats")
-    return importlib.import_module("mira_app.export")
-
-
-def config_report_module() -> Any:
-    """Returns what reports settings and their origins.
-
-    Raises:
-        ConfigError: This build has none.
-    """
-    if importlib.util.find_spec("mira_app.config_report") is None:
-        raise _missing("reports no settings")
-    return importlib.import_module("mira_app.config_report")
-
-
-def settings_path(folder: Path) -> Path:
-    """Returns the settings file; it may not exist yet."""
-    return folder / "config.toml"
-
-
-def _missing(what: str) -> ConfigError:
-    from mira_engine.api import ConfigError
-
-    return ConfigError(f"This build {what}.", hint="Install mira-chat again.")
-
-
 def read_settings(flags: Flags) -> Settings:
-    """Returns what the person chose: defaults, environment, then these flags.
+    """Returns what the person chose: defaults, settings file, environment, then these flags.
 
     Raises:
         ConfigError: A value cannot be used.
     """
-    from .settings import load_settings
+    return open_settings_of(flags).settings
+
+
+def open_settings_of(flags: Flags, *, is_lenient: bool = False) -> OpenedSettings:
+    """Reads what the person chose, and what of the settings file cannot be used.
+
+    Args:
+        flags: Settings that were given.
+        is_lenient: Whether a mistaken file is told in the result and not raised.
+
+    Raises:
+        ConfigError: A value cannot be used.
+    """
+    from .paths import config_path
+    from .settings_file import open_settings
 
     given = dict(flags)
     if given.get("trace") is not None:
         given["trace"] = str(Path(given["trace"]).absolute())
-    return load_settings(given, os.environ)
+    return open_settings(given, os.environ, config_path(), is_lenient=is_lenient)
 
 
 def is_terminal(stream: TextIO | None) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import os
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -54,11 +55,12 @@ def begin_chat(flags: Flags, *, is_plain: bool, chat: str | None = None) -> None
         chat: What `find_chat` takes; `None` begins a new chat.
     """
     with reporting_errors():
+        if _has_screen() and not is_plain:
+            _open_app(flags, chat)
+            return
         settings = wiring.read_settings(flags)
-        if is_plain or (_has_terminal() and not _has_screen()):
+        if is_plain or _has_terminal():
             chat_plainly(settings, chat)
-        elif _has_screen():
-            _open_app(settings, chat)
         else:
             ask_fixed_question(settings, has_own_limit=flags.get("max_tokens") is not None)
 
@@ -93,7 +95,7 @@ def chat_plainly(settings: Settings, chat: str | None) -> None:
         KeyboardInterrupt: The person interrupted twice.
     """
     from ..conversation import Conversation
-    from ..kept_chat import KeptChat
+    from ..kept_chat import KeptChat, find_chat
     from ..plain_chat import PlainChat
 
     for stream in (sys.stdout, sys.stderr):
@@ -101,11 +103,11 @@ def chat_plainly(settings: Settings, chat: str | None) -> None:
             stream.reconfigure(errors="replace")
     lines = sys.stdin.buffer if sys.stdin is not None else io.BytesIO()
     is_prompting = sys.stdin is not None and sys.stdin.isatty()
-    with wiring.opened_history() as (store, make):
-        kept = KeptChat(store, make, say=lambda text: typer.echo(text, err=True))
+    with wiring.opened_history() as store:
+        kept = KeptChat(store, say=lambda text: typer.echo(text, err=True))
         conversation = Conversation(system_prompt=settings.system_prompt)
         if chat is not None:
-            stored = _stored_chat(store, chat)
+            stored = find_chat(store, chat)
             conversation, settings = kept.resume(stored), _with_model_of(stored, settings)
         with wiring.make_client() as client:
             plain = PlainChat(
@@ -124,16 +126,6 @@ def chat_plainly(settings: Settings, chat: str | None) -> None:
         raise typer.Exit(1)
 
 
-def _stored_chat(store: Any | None, chat: str) -> Any:
-    from mira_engine.api import ConfigError
-
-    from ..kept_chat import find_chat
-
-    if store is None:
-        raise ConfigError("No chats are kept here.", hint="Begin one: mira-chat chat.")
-    return find_chat(store, chat)
-
-
 def _with_model_of(stored: Any, settings: Settings) -> Settings:
     """Takes a chat's own model, unless the person named another."""
     if settings.is_model_given or not stored.model:
@@ -141,20 +133,41 @@ def _with_model_of(stored: Any, settings: Settings) -> Settings:
     return dataclasses.replace(settings, model=stored.model, is_model_given=True)
 
 
-def _open_app(settings: Settings, chat: str | None) -> None:
+def _open_app(flags: Flags, chat: str | None) -> None:
     from ..controller import ChatController
-    from ..tui.app import MiraApp
+    from ..history import HistoryStore
+    from ..kept_chat import find_chat
+    from ..model_desk import make_desk
+    from ..paths import app_paths, cache_dir
+    from ..tui.app import run_app
 
-    stored = None
+    opened = wiring.open_settings_of(flags, is_lenient=True)
+    settings, stored = opened.settings, None
     if chat is not None:
-        with wiring.opened_history() as (store, _):
-            stored = _stored_chat(store, chat)
+        with wiring.opened_history() as store:
+            stored = find_chat(store, chat)
         settings = _with_model_of(stored, settings)
+    paths = app_paths(os.environ, settings.interface.history_path)
+    catalog = wiring.make_catalog()
     client = wiring.make_client()
+    desk = make_desk(
+        catalog,
+        settings.engine,
+        wiring.make_client,
+        data_dir=paths.data_dir,
+        cache_dir=cache_dir(),
+    )
     try:
-        controller = ChatController(client, wiring.make_catalog(), settings)
+        controller = ChatController(client, catalog, settings)
         if stored is not None:
             controller.open_chat(stored)
-        MiraApp(controller).run()
+        run_app(
+            controller,
+            store=HistoryStore(paths.history),
+            paths=paths,
+            desk=desk,
+            problems=opened.problems,
+        )
     finally:
+        desk.close()
         client.close()

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from .. import wiring
 from ..options import Json
 from ..reporting import reporting_errors
 
@@ -17,17 +16,21 @@ def config(
     is_init: Annotated[
         bool, typer.Option("--init", help="Write a settings file with every setting documented.")
     ] = False,
+    is_path: Annotated[bool, typer.Option("--path", help="Print where that file is.")] = False,
 ) -> None:
     """Shows each setting, its value and where it comes from; --init writes the file."""
     with reporting_errors():
-        from ..paths import config_dir
+        from ..config_report import init_config, make_config_report
+        from ..paths import config_path
 
-        reports = wiring.config_report_module()
-        path = wiring.settings_path(config_dir())
-        if is_init:
-            typer.echo(reports.init_config(path))
+        path = config_path()
+        if is_path:
+            typer.echo(str(path))
             return
-        report = reports.make_config_report(os.environ, path)
+        if is_init:
+            typer.echo(init_config(path))
+            return
+        report = make_config_report(os.environ, path)
         typer.echo(report.to_json() if is_json else "\n".join(report.lines()))
     if report.problems:
         raise typer.Exit(2)

@@ -45,10 +45,10 @@ def export_chats(
         raise typer.BadParameter("name one chat, or give --all")
     if is_all and kind is ExportFormat.MARKDOWN:
         raise typer.BadParameter("--all writes jsonl; Markdown holds one chat a file")
-    with reporting_errors(), wiring.opened_history() as (store, _):
+    with reporting_errors(), wiring.opened_history() as store:
+        from .. import export
         from ..kept_chat import find_chat
 
-        export = wiring.export_module(store)
         if is_all:
             text = export.to_jsonl([store.load(each.chat_id) for each in store.chats()])
         else:
@@ -64,8 +64,9 @@ def import_chats(
     ],
 ) -> None:
     """Takes in chats that were exported. Chats that are here already stay as they are."""
-    with reporting_errors(), wiring.opened_history() as (store, _):
-        export = wiring.export_module(store)
+    with reporting_errors(), wiring.opened_history() as store:
+        from .. import export
+
         chats = _read_chats(export, _read(file))
         num_added = len(store.add(chats))
         typer.echo(import_line(num_added, len(chats) - num_added), err=True)

@@ -35,6 +35,7 @@ from .widgets.composer import Composer
 
 if TYPE_CHECKING:
     from mira_app.history import HistoryStore
+    from mira_app.model_desk import ModelDesk
 
     from .screens.controls import ControlsScreen
 
@@ -63,8 +64,8 @@ class MiraApp(HistoryApp):
     """The program `mira-chat` opens.
 
     Args of the constructor: the controller; the history, not yet opened, `None` to keep no
-    chats; where files are, `None` to remember nothing; what of the settings file cannot be
-    used.
+    chats; where files are, `None` to remember nothing; who downloads and prepares models,
+    `None` for the chat's own engine; what of the settings file cannot be used.
     """
 
     TITLE = "mira-chat"
@@ -90,10 +91,12 @@ class MiraApp(HistoryApp):
         *,
         store: HistoryStore | None = None,
         paths: AppPaths | None = None,
+        desk: ModelDesk | None = None,
         problems: Sequence[MiraError] = (),
     ) -> None:
         super().__init__(controller, store, paths, problems)
-        self.models_screen = ModelsScreen(controller)
+        self.models_screen = ModelsScreen(controller, desk)
+        self._desk = desk
         self._state_file = StateFile(paths.state) if paths is not None else None
         self._state = AppState()
         self._panel_width = self.interface.panel_width
@@ -139,6 +142,8 @@ class MiraApp(HistoryApp):
         """Keeps what is to be remembered, ends the engine, then the app."""
         await self._remember()
         await asyncio.to_thread(self.controller.close)
+        if self._desk is not None:
+            await asyncio.to_thread(self._desk.close)
         if self._store is not None and self._is_store_open:
             await asyncio.to_thread(self._store.close)
         self.exit()
@@ -365,8 +370,9 @@ def run_app(
     *,
     store: HistoryStore | None,
     paths: AppPaths,
+    desk: ModelDesk,
     problems: Sequence[MiraError] = (),
 ) -> None:
     """Runs the app until it is left; the mouse is taken unless the settings say otherwise."""
-    app = MiraApp(controller, store=store, paths=paths, problems=problems)
+    app = MiraApp(controller, store=store, paths=paths, desk=desk, problems=problems)
     app.run(mouse=controller.settings.interface.is_mouse_enabled)
