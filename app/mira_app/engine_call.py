@@ -24,13 +24,14 @@ from mira_engine.api import (
     ProfileProgress,
     PromptProgress,
     RequestFailed,
+    ResidencySample,
     StatsSample,
     TokenDelta,
     error_from_fields,
 )
 
 FINAL_EVENTS = (PrepareDone, ProfileDone, ModelLoaded, GenerationDone, PlanMade)
-_SAMPLES = (PrepareProgress, ProfileProgress, PromptProgress, StatsSample)
+_SAMPLES = (PrepareProgress, ProfileProgress, PromptProgress, StatsSample, ResidencySample)
 _MAX_JOINED_CHARS = 2048
 
 
@@ -71,11 +72,12 @@ class EngineCall:
     def _append(self, event: Event) -> None:
         last = self._events[-1] if self._events else None
         if isinstance(event, TokenDelta) and isinstance(last, TokenDelta):
-            if len(last.text) < _MAX_JOINED_CHARS:
+            if len(last.text) < _MAX_JOINED_CHARS and last.part is event.part:
                 event = TokenDelta(
                     request_id=event.request_id,
                     text=last.text + event.text,
                     num_tokens=last.num_tokens + event.num_tokens,
+                    part=event.part,
                 )
                 self._events.pop()
         elif isinstance(event, _SAMPLES) and type(event) is type(last):
