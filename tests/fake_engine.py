@@ -17,6 +17,9 @@ Run as `python fake_engine.py [MODE ...]`; a mode changes one behaviour:
     slow-prepare    preparation goes on until cancelled
     escapes         the reply carries terminal control sequences, split over deltas
     empty           the reply has no text
+    thinking        the reply has thinking before it
+    trimmed         the chat does not fit: four messages are left out
+    residency       a sample of where the experts are comes with every token
     marker=PATH     creates PATH when preparation is done
 """
 
@@ -87,6 +90,7 @@ ALTERNATIVES = (
     ),
 )
 WORDS = ("A cache ", "keeps ", "**hot** ", "things ", "near.")
+THOUGHTS = ("The person ", "wants it ", "short.")
 ESCAPES = ("safe \x1b", "[31mred\x1b[", "0m \x1b]0;title", "\x07done\u202e\r\n", "\tend")
 
 
@@ -146,6 +150,7 @@ class FakeEngine:
             {
                 api.PrepareModel: self.prepare,
                 api.LoadModel: self.load,
+                api.Reconfigure: self.reconfigure,
                 api.Generate: self.generate,
                 api.PlanModel: self.plan,
             }[type(request)](request)
@@ -215,7 +220,39 @@ class FakeEngine:
             )
         )
 
+    def reconfigure(self, request: api.Reconfigure) -> None:
+        self.emit(
+            api.ModelLoaded(
+                request_id=request.request_id,
+                model="builtin",
+                title="Fake MoE",
+                context_length=2048,
+                plan=PLAN,
+                load_s=0.0,
+                is_cache_kept=True,
+            )
+        )
+
+    def begin(self, request: api.Generate) -> None:
+        """Sends what comes before the first token of an answer."""
+        if "trimmed" in self.modes:
+            self.emit(
+                api.ContextTrimmed(
+                    request_id=request.request_id, num_turns=4, num_tokens=1900, limit=2048
+                )
+            )
+        for word in THOUGHTS if "thinking" in self.modes else ():
+            self.emit(
+                api.TokenDelta(
+                    request_id=request.request_id,
+                    text=word,
+                    num_tokens=1,
+                    part=api.ReplyPart.THINKING,
+                )
+            )
+
     def generate(self, request: api.Generate) -> None:
+        self.begin(request)
         words = ESCAPES if "escapes" in self.modes else () if "empty" in self.modes else WORDS
         text, reason, num = "", api.FinishReason.STOP, 0
         while num < len(words) or "slow" in self.modes:
@@ -227,6 +264,12 @@ class FakeEngine:
             num += 1
             self.emit(api.TokenDelta(request_id=request.request_id, text=word, num_tokens=1))
             self.emit(api.StatsSample(request_id=request.request_id, stats=STATS))
+            if "residency" in self.modes:
+                self.emit(
+                    api.ResidencySample(
+                        request_id=request.request_id, regions=("HS.s",), heat=("9501",)
+                    )
+                )
             if num == 3 and self.must_die():
                 os.kill(os.getpid(), signal.SIGKILL)
             if num == 2 and "fail-reply" in self.modes:
@@ -234,7 +277,13 @@ class FakeEngine:
                 return
             time.sleep(0.01)  # tokens at a pace that leaves time to stop or kill
         self.emit(
-            api.GenerationDone(request_id=request.request_id, text=text, reason=reason, stats=STATS)
+            api.GenerationDone(
+                request_id=request.request_id,
+                text=text,
+                reason=reason,
+                stats=STATS,
+                thinking="".join(THOUGHTS) if "thinking" in self.modes else "",
+            )
         )
 
     def must_die(self) -> bool:

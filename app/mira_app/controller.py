@@ -45,7 +45,7 @@ from mira_engine.api import (
 )
 
 from .catalog import Catalog, CatalogEntry
-from .conversation import Conversation, Role, TurnStatus
+from .conversation import Conversation, TurnStatus
 from .engine_call import EngineCall
 from .engine_client import EngineClient
 from .settings import Settings

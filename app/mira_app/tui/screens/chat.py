@@ -46,9 +46,9 @@ class ChatScreen(Screen[None]):
         Binding("ctrl+r", "regenerate", "Retry", id="chat.regenerate"),
         Binding("ctrl+n", "new_chat", "New", id="chat.new"),
         Binding("ctrl+o", "models", "Models", id="chat.models"),
-        Binding("f2", "settings", "Settings", id="chat.settings"),
+        Binding("f2", "settings", "Setup", id="chat.settings"),
         Binding("f3", "history", "History", id="chat.history"),
-        Binding("f5", "chat_settings", "Chat", id="chat.chat_settings"),
+        Binding("f5", "chat_settings", "Chat", show=False, id="chat.chat_settings"),
         Binding("ctrl+t", "fold", "Fold thinking", show=False, id="chat.fold"),
         Binding("ctrl+end", "tail", "Newest", show=False, priority=True, id="chat.tail"),
         Binding("ctrl+home", "start", "First", show=False, priority=True, id="chat.start"),
@@ -73,11 +73,11 @@ class ChatScreen(Screen[None]):
     model_line = getters.query_one("#model", Static)
     state_line = getters.query_one("#state", Static)
     context_meter = getters.query_one(ContextMeter)
-    pill = getters.query_one("#unseen", Static)
 
     def __init__(self, controller: ChatController) -> None:
         super().__init__()
         self._controller = controller
+        self.pill = Static("▼ new text below (End)", id="unseen")
         self._reply: ReplyMessage | None = None
         self._was_recovering = False
         self._footer_stage: Stage | None = None
@@ -95,7 +95,7 @@ class ChatScreen(Screen[None]):
         with Horizontal(id="middle"):
             with Vertical(id="talk"):
                 yield MessageList()
-                yield Static("▼ new text below (End)", id="unseen")
+                yield self.pill
                 yield LivePanel(is_column=False, id="strip")
                 yield Composer()
             with VerticalScroll(id="side", can_focus=False):
@@ -241,6 +241,10 @@ class ChatScreen(Screen[None]):
             await self.messages.to_tail()
             await self._restore_reply()
         self._show_pill()
+
+    async def on_composer_tail_wanted(self) -> None:
+        """Goes to the newest text."""
+        await self.action_tail()
 
     async def action_start(self) -> None:
         """Goes to the first message."""
@@ -408,7 +412,8 @@ class ChatScreen(Screen[None]):
             Content.assemble(("mira-chat  ", "bold $primary"), sanitise(title), f" · {facts}")
         )
         limit = loaded.context_length if loaded is not None else 0
-        self.context_meter.show(controller.stats, limit)
+        if controller.stats.num_prompt_tokens or stage is not Stage.REPLYING:
+            self.context_meter.show(controller.stats, limit)
         self._shown_stage = stage
         words = {Stage.REPLYING: "answering", Stage.RECOVERING: "restarting the engine"}
         self.state_line.update(words.get(stage, stage.value))

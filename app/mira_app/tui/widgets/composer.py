@@ -47,6 +47,10 @@ class Composer(TextArea):
     class MessagesWanted(Message):
         """The person wants to go to the messages."""
 
+    @dataclass
+    class TailWanted(Message):
+        """End was pressed where the line ends already."""
+
     def __init__(self) -> None:
         super().__init__(
             soft_wrap=True,
@@ -142,6 +146,8 @@ class Composer(TextArea):
                 self.post_message(self.EditLeft())
         elif event.key in ("tab", "shift+tab"):
             self.post_message(self.MessagesWanted())
+        elif event.key == "end" and self.cursor_at_end_of_line:
+            self.post_message(self.TailWanted())
         elif event.key == "up" and self._is_at_edge(-1):
             self._browse(-1)
         elif event.key == "down" and self._is_at_edge(1):

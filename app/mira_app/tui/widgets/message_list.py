@@ -69,8 +69,10 @@ class MessageList(VerticalScroll, can_focus=False):
     async def show(self, conversation: Conversation) -> None:
         """Shows the tail of a conversation; what is mounted of it already stays."""
         self._take(conversation)
-        last = len(self._path)
-        await self._mount_window(max(0, last - WINDOW_TURNS), last)
+        first, last = self._first, len(self._path)
+        if not first <= last <= first + WINDOW_TURNS + STEP_TURNS:
+            first = max(0, last - WINDOW_TURNS)
+        await self._mount_window(first, last)
         self.follow()
 
     async def show_anew(self, conversation: Conversation) -> None:
@@ -188,17 +190,8 @@ class MessageList(VerticalScroll, can_focus=False):
     async def _mount_window(self, first: int, last: int) -> None:
         """Mounts turns `first` to `last` of the path; equal ones at its front stay mounted."""
         wanted = [turn.turn_id for turn in self._path[first:last]]
-        children = [child for child in self.children if not isinstance(child, Fold)]
-        num_kept = num_same = 0
-        for child in children:
-            turn_id = child.turn_id if isinstance(child, ChatMessage) else None
-            if isinstance(child, ChatMessage):
-                if num_same == len(wanted) or turn_id != wanted[num_same]:
-                    break
-                num_same += 1
-            num_kept += 1
-        if not num_same:
-            num_kept = 0
+        children = [child for child in self.children if child not in self._ends]
+        num_kept, num_same = self._num_kept(children, wanted)
         self._first, self._last = first, last
         with self.app.batch_update():
             if children[num_kept:]:
@@ -207,6 +200,17 @@ class MessageList(VerticalScroll, can_focus=False):
             if made:
                 await self.mount_all(made, before=self._below)
             self._show_folds()
+
+    @staticmethod
+    def _num_kept(children: list[Widget], wanted: list[int]) -> tuple[int, int]:
+        """Returns how many widgets at the front can stay, and how many turns they show."""
+        num_same = 0
+        for num_kept, child in enumerate(children):
+            if isinstance(child, ChatMessage):
+                if num_same == len(wanted) or child.turn_id != wanted[num_same]:
+                    return (num_kept, num_same) if num_same else (0, 0)
+                num_same += 1
+        return (len(children), num_same) if num_same else (0, 0)
 
     async def _show_earlier(self) -> None:
         first = max(0, self._first - STEP_TURNS)

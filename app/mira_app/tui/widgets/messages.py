@@ -17,7 +17,7 @@ from mira_app.sanitise import sanitise
 
 from .growing_text import GrowingText
 
-_SHOWN_LINES = 20
+_SHOWN_LINES = 12
 _SHOWN_LINE_CHARS = 400
 
 
@@ -41,8 +41,12 @@ class ChatMessage(Vertical, can_focus=True):
         Binding("escape,i", "leave", "Write", id="message.leave"),
         Binding("r", "retry", "Retry", id="message.retry"),
         Binding("y", "copy", "Copy", id="message.copy"),
-        Binding("left_square_bracket", "sibling(-1)", "Version before", id="message.before"),
-        Binding("right_square_bracket", "sibling(1)", "Next", id="message.next"),
+        Binding(
+            "left_square_bracket", "sibling(-1)", "Version before", show=False, id="message.before"
+        ),
+        Binding(
+            "right_square_bracket", "sibling(1)", "Version after", show=False, id="message.next"
+        ),
     ]
 
     @dataclass
@@ -133,7 +137,7 @@ class ReplyMessage(ChatMessage):
     """A reply: thinking, Markdown that grows, and a caption on how it goes or ended."""
 
     BINDINGS = [
-        Binding("Y", "copy_code", "Copy code", id="message.copy_code"),
+        Binding("Y", "copy_code", "Code", id="message.copy_code"),
         Binding("enter,t", "fold", "Thinking", show=False, id="message.fold"),
     ]
 
