@@ -57,6 +57,10 @@ def shown(scene: Scene) -> list[str]:
     ]
 
 
+def focused_id(scene: Scene) -> int | None:
+    return getattr(scene.app.focused, "turn_id", None)
+
+
 def caption(message) -> str:
     return "".join(str(part.content) for part in message.query(".caption"))
 
@@ -80,8 +84,7 @@ async def test_long_reply_keeps_few_widgets_and_all_of_its_text():
         assert reply.answer.source == text
         assert len(reply.answer.passages) > 6
         assert any(passage.is_resting for passage in reply.answer.passages)
-        # The first passages get their bound; afterwards only resting ones are added.
-        assert max(counts[15:]) < max(counts[:15]) + 60
+        assert max(counts) < 700  # all of it would be some 2,700
         height = messages_of(scene).virtual_size.height
         scene.client.deliver_done(text, STATS)
         await until(pilot, lambda: state_text(scene.app) == "ready")
@@ -232,7 +235,7 @@ async def test_edit_of_a_question_makes_a_sibling_and_the_draft_comes_back():
         assert caption(messages_of(scene).turns[0]) == "2/2"
         await pilot.press("tab", "up", "left_square_bracket")
         await until(pilot, lambda: shown(scene) == ["one", "a", "two", "b"])
-        await until(pilot, lambda: getattr(scene.app.focused, "turn_id", None) == 0)
+        await until(pilot, lambda: focused_id(scene) == 0)
         await pilot.press("right_square_bracket")
         await until(pilot, lambda: shown(scene) == ["uno", "c"])
 
@@ -363,11 +366,11 @@ async def test_jump_mounts_the_turn_on_its_branch_and_focuses_it():
         await open_chat(scene, pilot, 500)
         scene.controller.regenerate(498)
         scene.client.deliver_done("another", STATS)
-        await until(pilot, lambda: state_text(scene.app) == "ready")
+        await until(pilot, lambda: scene.controller.can_send)
         await scene.app.chat_screen.jump_to(499)
-        await until(pilot, lambda: scene.app.focused.turn_id == 499)
+        await until(pilot, lambda: focused_id(scene) == 499)
         await scene.app.chat_screen.jump_to(100)
-        await until(pilot, lambda: scene.app.focused.turn_id == 100)
+        await until(pilot, lambda: focused_id(scene) == 100)
         await settle(pilot)
         messages = messages_of(scene)
         assert messages.region.contains_region(scene.app.focused.region)
@@ -463,20 +466,13 @@ async def test_chat_settings_are_checked_in_place_and_used_from_the_next_questio
         assert request.sampling == api.SamplingConfig(temperature=0.7, seed=7)
 
 
-@pytest.mark.parametrize(
-    ("key", "kind"),
-    [
-        ("f2", ChatScreen.SettingsWanted),
-        ("f3", ChatScreen.HistoryWanted),
-    ],
-)
-async def test_keys_ask_for_the_other_screens(key, kind):
-    scene = Scene()
+@pytest.mark.parametrize(("key", "name"), [("f2", "settings"), ("f3", "history")])
+async def test_keys_ask_for_the_other_screens(monkeypatch, key, name):
+    scene, posted = Scene(), asyncio.Event()
+    handler = f"on_chat_screen_{name}_wanted"
+    monkeypatch.setattr(MiraApp, handler, lambda self: posted.set(), raising=False)
     async with scene.app.run_test(size=SIZE) as pilot:
         await scene.chatting(pilot)
-        posted = asyncio.Event()
-        name = f"on_{kind.handler_name.removeprefix('on_')}"
-        setattr(scene.app, name, lambda event: posted.set())
         await pilot.press(key)
         async with asyncio.timeout(WAIT_S):
             await posted.wait()

@@ -33,6 +33,9 @@ from .chat_settings import ChatSettings, ChatSettingsScreen
 from .code_picker import CodePicker
 
 _WIDE_COLUMNS = 100
+_TALL_ROWS = 12
+"""With fewer the writing and the reading take all of them."""
+
 _BUSY = "One moment: the model is busy. Esc stops it."
 
 
@@ -41,6 +44,7 @@ class ChatScreen(Screen[None]):
 
     CSS_PATH = "chat.tcss"
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (_WIDE_COLUMNS, "-wide")]
+    VERTICAL_BREAKPOINTS = [(0, "-short"), (_TALL_ROWS, "-tall")]
     BINDINGS = [
         Binding("escape", "stop", "Stop", priority=True, id="chat.stop"),
         Binding("ctrl+r", "regenerate", "Retry", id="chat.regenerate"),

@@ -215,7 +215,7 @@ class MessageList(VerticalScroll, can_focus=False):
     async def _show_earlier(self) -> None:
         first = max(0, self._first - STEP_TURNS)
         made = [self._make(turn) for turn in self._path[first : self._first]]
-        before = self.virtual_size.height
+        read = self.turns[0]
         with self.app.batch_update():
             await self.mount_all(made, after=self._above)
             self._first = first
@@ -223,7 +223,8 @@ class MessageList(VerticalScroll, can_focus=False):
             self._show_folds()
 
         def stay() -> None:
-            self.scroll_to(y=max(1, self.virtual_size.height - before), animate=False)
+            """Keeps what was read in its place, under what came above it."""
+            self.scroll_to(y=max(1, read.virtual_region.y - 1), animate=False)
 
         self.call_after_refresh(stay)
 
