@@ -258,6 +258,7 @@ class ChatScreen(Screen[None]):
     def action_page(self, step: int) -> None:
         """Scrolls the messages by a page, wherever the cursor is."""
         height = max(1, self.messages.size.height - 2)
+        self.messages.let_go()
         self.messages.scroll_relative(y=step * height, animate=False)
 
     async def on_click(self, event: events.Click) -> None:

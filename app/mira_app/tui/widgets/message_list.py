@@ -15,6 +15,9 @@ from .messages import ChatMessage, InfoMessage, ReplyMessage, Thinking, UserMess
 WINDOW_TURNS = 20
 """Turns that are mounted when a chat is shown."""
 
+_AIM_POLLS = 4
+"""How long a place is held while what was mounted around it gets its height."""
+
 STEP_TURNS = 10
 """Turns added at an end that the person scrolls to; as many go at the other end."""
 
@@ -34,6 +37,8 @@ class MessageList(VerticalScroll, can_focus=False):
         self._above = Fold(classes="-hidden")
         self._below = Fold(classes="-hidden")
         self._num_unseen = 0
+        self._aim: ChatMessage | None = None
+        self._num_aim_polls = 0
 
     def compose(self) -> ComposeResult:
         """Shows nothing but the two ends, which are hidden."""
@@ -93,7 +98,7 @@ class MessageList(VerticalScroll, can_focus=False):
         for message in self.turns:
             if message.turn_id == turn_id:
                 message.focus(scroll_visible=False)
-                self.call_after_refresh(self.scroll_to_widget, message, animate=False, top=True)
+                self._hold(message)
         return True
 
     async def add_reply(self, conversation: Conversation) -> ReplyMessage:
@@ -124,7 +129,7 @@ class MessageList(VerticalScroll, can_focus=False):
 
     def follow(self) -> None:
         """Goes to the newest text and stays there while it grows."""
-        self._num_unseen = 0
+        self._num_unseen, self._aim = 0, None
         self.anchor()
 
     def note_text(self, num_chars: int) -> None:
@@ -147,8 +152,22 @@ class MessageList(VerticalScroll, can_focus=False):
         index = messages.index(message) + step
         return messages[index] if 0 <= index < len(messages) else None
 
+    def let_go(self) -> None:
+        """Lets the person scroll away from a place that is held."""
+        self._aim = None
+
+    def _hold(self, message: ChatMessage) -> None:
+        """Keeps a message at the top of what is seen until its surroundings are laid out."""
+        self._aim, self._num_aim_polls = message, _AIM_POLLS
+        self.call_after_refresh(self._scroll_to_aim)
+
+    def _scroll_to_aim(self) -> None:
+        if self._aim is not None and self._aim.is_attached:
+            self.scroll_to(y=max(1, self._aim.virtual_region.y - 1), animate=False, immediate=True)
+
     async def to_start(self) -> None:
         """Goes to the first turn."""
+        self._aim = None
         await self._mount_window(0, min(len(self._path), WINDOW_TURNS))
         self.anchor(False)
         self.scroll_home(animate=False)
@@ -165,7 +184,12 @@ class MessageList(VerticalScroll, can_focus=False):
             return
         if self.scroll_offset.y >= self.max_scroll_y:
             self._num_unseen = 0
-        if self.max_scroll_y and not self.is_following:
+        if self._aim is not None:
+            self._scroll_to_aim()
+            self._num_aim_polls -= 1
+            if not self._num_aim_polls:
+                self._aim = None
+        elif self.max_scroll_y and not self.is_following:
             if self.scroll_offset.y == 0 and self._first:
                 await self._show_earlier()
             elif self.scroll_offset.y >= self.max_scroll_y and not self.is_at_tail:
@@ -215,18 +239,12 @@ class MessageList(VerticalScroll, can_focus=False):
     async def _show_earlier(self) -> None:
         first = max(0, self._first - STEP_TURNS)
         made = [self._make(turn) for turn in self._path[first : self._first]]
-        read = self.turns[0]
+        self._hold(self.turns[0])
         with self.app.batch_update():
             await self.mount_all(made, after=self._above)
             self._first = first
             await self._drop(self._num_surplus, is_front=False)
             self._show_folds()
-
-        def stay() -> None:
-            """Keeps what was read in its place, under what came above it."""
-            self.scroll_to(y=max(1, read.virtual_region.y - 1), animate=False)
-
-        self.call_after_refresh(stay)
 
     async def _show_later(self) -> None:
         last = min(len(self._path), self._last + STEP_TURNS)
