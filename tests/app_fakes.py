@@ -18,6 +18,7 @@ from mira_app.catalog import CatalogEntry
 from mira_app.conversation import Conversation
 from mira_app.engine_call import EngineCall
 from mira_app.engine_client import EngineClient
+from mira_app.stored_chat import StoredChat
 from mira_engine import api
 
 FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
@@ -164,6 +165,19 @@ class PatientEngineClient(EngineClient):
         super().close(grace_s)
 
 
+class FakeHistory:
+    """Keeps every save; fails with `error` where one is set."""
+
+    def __init__(self) -> None:
+        self.saved: list[StoredChat] = []
+        self.error: api.MiraError | None = None
+
+    def save(self, chat: StoredChat) -> None:
+        if self.error is not None:
+            raise self.error
+        self.saved.append(chat)
+
+
 class FakeEngineClient:
     """Stands in for `EngineClient`; the test itself delivers the events."""
 
@@ -210,7 +224,7 @@ class FakeEngineClient:
         call.deliver(
             api.ModelLoaded(
                 request_id=call.request_id,
-                model=request.model,
+                model=getattr(request, "model", "builtin"),
                 title=title,
                 context_length=2048,
                 plan=plan,
@@ -218,9 +232,14 @@ class FakeEngineClient:
             )
         )
 
-    def deliver_text(self, text: str, stats: api.ReplyStats | None = None) -> None:
+    def deliver_text(
+        self,
+        text: str,
+        stats: api.ReplyStats | None = None,
+        part: api.ReplyPart = api.ReplyPart.ANSWER,
+    ) -> None:
         call = self.calls[-1]
-        call.deliver(api.TokenDelta(request_id=call.request_id, text=text, num_tokens=1))
+        call.deliver(api.TokenDelta(request_id=call.request_id, text=text, num_tokens=1, part=part))
         if stats is not None:
             call.deliver(api.StatsSample(request_id=call.request_id, stats=stats))
 
@@ -229,10 +248,17 @@ class FakeEngineClient:
         text: str,
         stats: api.ReplyStats,
         reason: api.FinishReason = api.FinishReason.STOP,
+        thinking: str = "",
     ) -> None:
         call = self.calls[-1]
         call.deliver(
-            api.GenerationDone(request_id=call.request_id, text=text, reason=reason, stats=stats)
+            api.GenerationDone(
+                request_id=call.request_id,
+                text=text,
+                reason=reason,
+                stats=stats,
+                thinking=thinking,
+            )
         )
 
 

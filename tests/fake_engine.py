@@ -17,12 +17,14 @@ Run as `python fake_engine.py [MODE ...]`; a mode changes one behaviour:
     slow-prepare    preparation goes on until cancelled
     escapes         the reply carries terminal control sequences, split over deltas
     empty           the reply has no text
-    thinking        the reply begins with thinking
+    thinking        the reply has thinking before it, with an escape sequence
     echo            the reply is the chat that was sent, a line for each message
     no-link         DescribeMachine finds a problem
     full-prepare    preparation reports a download, a check, a conversion and predictors
     fail-prepare=E  PrepareModel ends with the error of that name
     fail-profile    ProfileModel ends with a BudgetError
+    trimmed         the chat does not fit: four messages are left out
+    residency       a sample of where the experts are comes with every token
     marker=PATH     creates PATH when preparation is done
 """
 
@@ -102,7 +104,7 @@ FACTS = (
     ),
     api.MachineFact(code="link", text="1.0 GiB/s", value=float(2**30)),
 )
-THOUGHTS = ("Hm, ", "a \x1b[31mcache.")
+THOUGHTS = ("The person ", "wants it ", "\x1b[31mshort.")
 WORDS = ("A cache ", "keeps ", "**hot** ", "things ", "near.")
 FULL_STEPS = (
     {"step": "download", "done": 2**30, "total": 4 * 2**30, "unit": "bytes", "detail": "1 of 2"},
@@ -170,6 +172,7 @@ class FakeEngine:
             {
                 api.PrepareModel: self.prepare,
                 api.LoadModel: self.load,
+                api.Reconfigure: self.reconfigure,
                 api.Generate: self.generate,
                 api.PlanModel: self.plan,
                 api.DescribeMachine: self.describe,
@@ -272,20 +275,46 @@ class FakeEngine:
             )
         )
 
-    def generate(self, request: api.Generate) -> None:
-        words = ESCAPES if "escapes" in self.modes else () if "empty" in self.modes else WORDS
-        if "echo" in self.modes:
-            words = [f"{each.role}: {each.content}\n" for each in request.messages]
-        thoughts = THOUGHTS if "thinking" in self.modes else ()
-        for thought in thoughts:
+    def reconfigure(self, request: api.Reconfigure) -> None:
+        self.emit(
+            api.ModelLoaded(
+                request_id=request.request_id,
+                model="builtin",
+                title="Fake MoE",
+                context_length=2048,
+                plan=PLAN,
+                load_s=0.0,
+                is_cache_kept=True,
+            )
+        )
+
+    @property
+    def thoughts(self) -> tuple[str, ...]:
+        return THOUGHTS if "thinking" in self.modes else ()
+
+    def begin(self, request: api.Generate) -> None:
+        """Sends what comes before the first token of an answer."""
+        if "trimmed" in self.modes:
+            self.emit(
+                api.ContextTrimmed(
+                    request_id=request.request_id, num_turns=4, num_tokens=1900, limit=2048
+                )
+            )
+        for word in self.thoughts:
             self.emit(
                 api.TokenDelta(
                     request_id=request.request_id,
-                    text=thought,
+                    text=word,
                     num_tokens=1,
                     part=api.ReplyPart.THINKING,
                 )
             )
+
+    def generate(self, request: api.Generate) -> None:
+        self.begin(request)
+        words = ESCAPES if "escapes" in self.modes else () if "empty" in self.modes else WORDS
+        if "echo" in self.modes:
+            words = [f"{each.role}: {each.content}\n" for each in request.messages]
         text, reason, num = "", api.FinishReason.STOP, 0
         while num < len(words) or "slow" in self.modes:
             if request.request_id in self.cancelled:
@@ -296,6 +325,12 @@ class FakeEngine:
             num += 1
             self.emit(api.TokenDelta(request_id=request.request_id, text=word, num_tokens=1))
             self.emit(api.StatsSample(request_id=request.request_id, stats=STATS))
+            if "residency" in self.modes:
+                self.emit(
+                    api.ResidencySample(
+                        request_id=request.request_id, regions=("HS.s",), heat=("9501",)
+                    )
+                )
             if num == 3 and self.must_die():
                 os.kill(os.getpid(), signal.SIGKILL)
             if num == 2 and "fail-reply" in self.modes:
@@ -308,7 +343,7 @@ class FakeEngine:
                 text=text,
                 reason=reason,
                 stats=STATS,
-                thinking="".join(thoughts),
+                thinking="".join(self.thoughts),
             )
         )
 

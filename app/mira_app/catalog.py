@@ -57,6 +57,7 @@ class CatalogEntry:
         prepared_bytes: What it takes once prepared, `None` where that is unknown.
         is_size_measured: Whether that was measured on the disk, not worked out.
         is_removable: Whether there is something to remove: files, or a line of the menu.
+        ready_precisions: Every precision that it could be loaded in now.
     """
 
     model: str
@@ -68,6 +69,7 @@ class CatalogEntry:
     prepared_bytes: int | None = None
     is_size_measured: bool = False
     is_removable: bool = False
+    ready_precisions: tuple[Precision, ...] = ()
 
 
 class Catalog(Protocol):
@@ -247,6 +249,7 @@ class LibraryCatalog:
             prepared_bytes=prepared,
             is_size_measured=bool(ready),
             is_removable=home.root.exists() or self._is_added(model),
+            ready_precisions=ready,
         )
 
     def _is_downloaded(self, home: ModelHome, facts: CatalogModel | None) -> bool:

@@ -13,11 +13,15 @@ model is loaded leaves FAILED, from which choosing a model or sending tries anew
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from dataclasses import dataclass
+from typing import Protocol
 
 from mira_engine.api import (
     CancelledError,
+    ContextTrimmed,
+    EngineConfig,
     EngineProcessError,
     FinishReason,
     Generate,
@@ -30,16 +34,30 @@ from mira_engine.api import (
     PrepareModel,
     PrepareProgress,
     PromptProgress,
+    Reconfigure,
+    ReplyPart,
     ReplyStats,
+    ResidencySample,
+    SamplingConfig,
     StatsSample,
     TokenDelta,
 )
 
 from .catalog import Catalog, CatalogEntry
-from .conversation import Conversation, Role, TurnStatus
+from .conversation import Conversation, TurnStatus
 from .engine_call import EngineCall
 from .engine_client import EngineClient
 from .settings import Settings
+from .stored_chat import StoredChat, new_chat_id, title_of
+
+_TITLE_CHARS = 60
+
+
+class History(Protocol):
+    """Where chats are kept."""
+
+    def save(self, chat: StoredChat) -> object:
+        """Keeps a chat; raises `MiraError` where it cannot."""
 
 
 class Stage(enum.StrEnum):
@@ -60,11 +78,13 @@ class Update:
 
     Attributes:
         text: New text of the reply, not yet sanitised.
+        thinking: New text of what the model thinks before it, not sanitised either.
         error: What failed, for the person to see.
         is_stage_new: Whether `stage` is another than before.
     """
 
     text: str = ""
+    thinking: str = ""
     error: MiraError | None = None
     is_stage_new: bool = False
 
@@ -80,9 +100,22 @@ class ChatController:
         stats: Figures of the running or the last reply.
         progress: The last report of a preparation.
         prompt_progress: How far the prompt is read, while it is.
+        trimmed: What of the chat did not fit the context of the running or the last reply.
+        residency: Where the experts were last seen.
+        sampling: How tokens of this chat are chosen.
+        chat_id: The chat's name in the history.
+        history: Where chats are kept, `None` for nowhere.
+        title: Its name for people: how its first question begins, until it is renamed.
     """
 
-    def __init__(self, client: EngineClient, catalog: Catalog, settings: Settings) -> None:
+    def __init__(
+        self,
+        client: EngineClient,
+        catalog: Catalog,
+        settings: Settings,
+        *,
+        history: History | None = None,
+    ) -> None:
         self._client = client
         self._catalog = catalog
         self.settings = settings
@@ -93,9 +126,19 @@ class ChatController:
         self.stats = ReplyStats()
         self.progress: PrepareProgress | None = None
         self.prompt_progress: PromptProgress | None = None
+        self.trimmed: ContextTrimmed | None = None
+        self.residency: ResidencySample | None = None
+        self.sampling = settings.sampling
+        self.chat_id = new_chat_id()
+        self.title = ""
+        self.history = history
+        self._save_error: MiraError | None = None
+        self._wanted_engine: EngineConfig | None = None
+        self._engine_before: EngineConfig | None = None
+        self._is_reply_due = False
         self._call: EngineCall | None = None
         self._stopped_call: EngineCall | None = None
-        self._partial = ""
+        self._partial = self._thinking = ""
         self._polled_stage = Stage.IDLE
 
     # -- what the person wants
@@ -113,9 +156,11 @@ class ChatController:
         entry = self._catalog.find(model, self.settings.engine.precision)
         if self.stop() and self.stage is Stage.REPLYING:
             self._add_reply(TurnStatus.STOPPED)
+        self._engine_before, self._is_reply_due = None, False
         if self._client.lost is not None:
             self._client.restart()
         self.entry, self.loaded, self.progress = entry, None, None
+        self.residency = None
         if entry.is_ready:
             self._load(Stage.LOADING)
         else:
@@ -142,19 +187,53 @@ class ChatController:
         """
         if not self.can_send:
             raise ValueError(f"cannot send while {self.stage}")
-        self.conversation = self.conversation.with_user(text)
-        self._ask()
+        self._ask(self.conversation.with_user(text))
 
-    def regenerate(self) -> None:
-        """Asks for another reply to the last question; the old one stays beside it.
+    def edit(self, turn_id: int, text: str) -> None:
+        """Asks another version of a question; the old one stays beside it.
+
+        Raises:
+            ValueError: Something else is going on, or the turn is no question.
+            EngineProcessError: The engine cannot be started.
+        """
+        if not self.can_send:
+            raise ValueError(f"cannot edit while {self.stage}")
+        self._ask(self.conversation.before_edit(turn_id).with_user(text))
+
+    def regenerate(self, turn_id: int | None = None) -> None:
+        """Asks for another reply to a question; the old one stays beside it.
+
+        Args:
+            turn_id: The question, or a reply to it; `None` for the last one.
 
         Raises:
             ValueError: Something else is going on, or there is no question.
+            EngineProcessError: The engine cannot be started.
         """
         if not self.can_send:
             raise ValueError(f"cannot regenerate while {self.stage}")
-        self.conversation = self.conversation.before_reply()
-        self._ask()
+        self._ask(self.conversation.before_reply(turn_id))
+
+    def show_sibling(self, turn_id: int, step: int) -> None:
+        """Goes on from another version of a turn.
+
+        Raises:
+            ValueError: A reply is under way.
+        """
+        self._refuse_while_replying()
+        self.conversation = self.conversation.at_sibling(turn_id, step)
+        self._save()
+
+    def reach(self, turn_id: int) -> None:
+        """Moves to a branch that holds the turn, where the present one does not.
+
+        Raises:
+            ValueError: There is no such turn, or it is elsewhere while a reply is under way.
+        """
+        reached = self.conversation.reaching(turn_id)
+        if reached is not self.conversation:
+            self._refuse_while_replying()
+            self.conversation = reached
 
     def stop(self) -> bool:
         """Asks the engine to stop what it does; returns whether there was anything."""
@@ -175,10 +254,49 @@ class ChatController:
         Raises:
             ValueError: A reply is under way.
         """
+        self._refuse_while_replying()
+        self._show(
+            Conversation(system_prompt=self.settings.system_prompt), self.settings.sampling, ""
+        )
+        self.chat_id = new_chat_id()
+
+    def open_chat(self, chat: StoredChat) -> None:
+        """Goes on with a chat of the history.
+
+        Raises:
+            ValueError: A reply is under way.
+        """
+        self._refuse_while_replying()
+        self._show(chat.conversation, chat.sampling or self.settings.sampling, chat.title)
+        self.chat_id = chat.chat_id
+        head = chat.conversation.head
+        self.stats = (head.stats if head is not None else None) or ReplyStats()
+
+    def set_chat_settings(self, system_prompt: str, sampling: SamplingConfig) -> None:
+        """Changes what this chat asks for, from the next question on."""
+        self.conversation = dataclasses.replace(self.conversation, system_prompt=system_prompt)
+        self.sampling = sampling
+        if self.conversation.turns:
+            self._save()
+
+    @property
+    def system_prompt(self) -> str:
+        """First message of this chat; empty leaves it to the model's template."""
+        return self.conversation.system_prompt
+
+    def reconfigure(self, engine: EngineConfig) -> None:
+        """Uses another configuration from the next idle moment on, and for later loads."""
+        self._wanted_engine = engine
+
+    def _show(self, conversation: Conversation, sampling: SamplingConfig, title: str) -> None:
+        self.conversation, self.sampling, self.title = conversation, sampling, title
+        self.stats = ReplyStats()
+        self.trimmed, self._is_reply_due = None, False
+        self._partial = self._thinking = ""
+
+    def _refuse_while_replying(self) -> None:
         if self.stage is Stage.REPLYING:
             raise ValueError("a reply is under way")
-        self.conversation = Conversation(system_prompt=self.settings.system_prompt)
-        self.stats = ReplyStats()
 
     def close(self) -> None:
         """Ends the engine process; blocks for a few seconds at most."""
@@ -194,53 +312,75 @@ class ChatController:
         """Text of the running reply so far."""
         return self._partial
 
+    @property
+    def thinking(self) -> str:
+        """What the model thought before the running reply, so far."""
+        return self._thinking
+
     # -- what the engine says
 
     def poll(self) -> Update:
         """Takes what arrived, moves the state and returns what is new. Never blocks."""
-        text, error = "", None
+        text = thinking = ""
+        error: MiraError | None = None
         call = self._call
         if call is not None:
             is_done = call.is_done  # read before draining: then nothing can arrive after it
             for event in call.drain():
-                text += self._take(event)
+                if not isinstance(event, TokenDelta):
+                    self._take(event)
+                elif event.part is ReplyPart.THINKING:
+                    thinking += event.text
+                    self._thinking += event.text
+                else:
+                    text += event.text
+                    self._partial += event.text
+            if text or thinking:
+                self.prompt_progress = None
             if is_done and self._call is call:
                 error = self._finish(call)
         elif self._client.lost is not None and self.stage is not Stage.FAILED:
             error = self._recover(self._client.lost)
+        elif self.stage is Stage.READY and self._wanted_engine is not None:
+            self._reconfigure()
+        if error is None:
+            error, self._save_error = self._save_error, None
         is_stage_new = self.stage is not self._polled_stage
         self._polled_stage = self.stage
-        return Update(text=text, error=error, is_stage_new=is_stage_new)
+        return Update(text=text, thinking=thinking, error=error, is_stage_new=is_stage_new)
 
-    @property
-    def _is_reply_pending(self) -> bool:
-        """Whether a question waits for the model to be loaded again."""
-        head = self.conversation.head
-        return self.stage is Stage.RECOVERING and head is not None and head.role is Role.USER
-
-    def _ask(self) -> None:
-        self._partial = ""
+    def _ask(self, conversation: Conversation) -> None:
+        is_lost = self._client.lost is not None
+        if is_lost:
+            self._client.restart()
+        self.conversation = conversation
+        if not self.title:
+            self.title = title_of(conversation)
+        self._partial = self._thinking = ""
         self.stats = ReplyStats()
-        self.prompt_progress = None
-        if self.stage is Stage.FAILED or self._client.lost is not None:
-            if self._client.lost is not None:
-                self._client.restart()
+        self.prompt_progress = self.trimmed = None
+        self._save()
+        if is_lost or self.stage is Stage.FAILED:
+            self._is_reply_due = True
             self._load(Stage.RECOVERING)
         else:
             self._generate()
 
     def _generate(self) -> None:
         self.stage = Stage.REPLYING
+        self._is_reply_due = False
         self._call = self._client.submit(
             Generate(
                 request_id=self._client.new_request_id(),
                 messages=self.conversation.messages(),
-                sampling=self.settings.sampling,
+                sampling=self.sampling,
             )
         )
 
     def _load(self, stage: Stage) -> None:
         assert self.entry is not None
+        if self._wanted_engine is not None:
+            self._use_engine(self._wanted_engine)
         self.stage = stage
         self._call = self._client.submit(
             LoadModel(
@@ -250,30 +390,43 @@ class ChatController:
             )
         )
 
-    def _take(self, event: object) -> str:
-        if isinstance(event, TokenDelta):
-            self.prompt_progress = None
-            self._partial += event.text
-            return event.text
+    def _reconfigure(self) -> None:
+        assert self._wanted_engine is not None
+        self._engine_before = self.settings.engine
+        self._use_engine(self._wanted_engine)
+        self.stage = Stage.LOADING
+        self._call = self._client.submit(
+            Reconfigure(request_id=self._client.new_request_id(), config=self.settings.engine)
+        )
+
+    def _use_engine(self, engine: EngineConfig) -> None:
+        self.settings = dataclasses.replace(self.settings, engine=engine)
+        self._wanted_engine = None
+
+    def _take(self, event: object) -> None:
         if isinstance(event, PrepareProgress):
             self.progress = event
         elif isinstance(event, PromptProgress):
             self.prompt_progress = event
         elif isinstance(event, StatsSample):
             self.stats = event.stats
+        elif isinstance(event, ResidencySample):
+            self.residency = event
+        elif isinstance(event, ContextTrimmed):
+            self.trimmed = event
         elif isinstance(event, PrepareDone):
             self._load(Stage.LOADING)
         elif isinstance(event, ModelLoaded):
-            self.loaded, self._call = event, None
-            if self._is_reply_pending:
+            self.loaded, self._call, self._engine_before = event, None, None
+            if self._is_reply_due:
                 self._generate()
             else:
                 self.stage = Stage.READY
         elif isinstance(event, GenerationDone):
             is_cancelled = event.reason is FinishReason.CANCELLED
             self._partial, self.stats = event.text, event.stats
+            self._thinking = event.thinking or self._thinking
             self._add_reply(TurnStatus.STOPPED if is_cancelled else TurnStatus.COMPLETE)
-        return ""
 
     def _finish(self, call: EngineCall) -> MiraError | None:
         """Ends a call that was not followed by another one."""
@@ -288,9 +441,12 @@ class ChatController:
                 return self._recover(error)
             self.stage = Stage.READY
             return error
+        if self._engine_before is not None:
+            return self._give_up_change(error)
         is_cancelled = isinstance(error, CancelledError)
         is_from_menu = self.stage in (Stage.PREPARING, Stage.LOADING)
-        if self._is_reply_pending and error is not None:
+        if self._is_reply_due and error is not None:
+            self._is_reply_due = False
             self._add_reply(
                 TurnStatus.STOPPED if is_cancelled else TurnStatus.ERROR,
                 "" if is_cancelled else error.message,
@@ -299,10 +455,43 @@ class ChatController:
         self.stage = Stage.IDLE if is_cancelled and is_from_menu else Stage.FAILED
         return None if is_cancelled else error
 
+    def _give_up_change(self, error: MiraError | None) -> MiraError | None:
+        """Goes back to the configuration in force before a change that was refused."""
+        assert self._engine_before is not None
+        self._use_engine(self._engine_before)
+        self._engine_before = None
+        if isinstance(error, EngineProcessError):
+            return self._recover(error)
+        self.stage = Stage.READY
+        return None if isinstance(error, CancelledError) else error
+
     def _add_reply(self, status: TurnStatus, error: str = "") -> None:
         self.conversation = self.conversation.with_reply(
-            self._partial, status=status, error=error, stats=self.stats
+            self._partial,
+            status=status,
+            error=error,
+            stats=self.stats,
+            thinking=self._thinking,
+            model=self.entry.model if self.entry is not None else "",
         )
+        self._save()
+
+    def _save(self) -> None:
+        """Keeps the chat; where that fails it goes on, and the next poll says so."""
+        if self.history is None:
+            return
+        try:
+            self.history.save(
+                StoredChat(
+                    chat_id=self.chat_id,
+                    title=self.title,
+                    model=self.entry.model if self.entry is not None else "",
+                    conversation=self.conversation,
+                    sampling=None if self.sampling == self.settings.sampling else self.sampling,
+                )
+            )
+        except MiraError as error:
+            self._save_error = error
 
     def _recover(self, lost: EngineProcessError) -> MiraError:
         """Starts a new engine with the model that was loaded; returns what to tell."""

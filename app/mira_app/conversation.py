@@ -96,7 +96,9 @@ class Conversation:
                 and (following.role is Role.USER or not following.content)
             )
             if not is_unanswered:
-                kept.append(ChatMessage(role=turn.role.value, content=turn.content))
+                kept.append(
+                    ChatMessage(role=turn.role.value, content=turn.content, thinking=turn.thinking)
+                )
         return tuple(kept)
 
     def with_user(self, content: str) -> Conversation:
@@ -146,18 +148,53 @@ class Conversation:
             raise ValueError(f"no turn {turn_id}")
         return dataclasses.replace(self, head_id=turn_id)
 
-    def before_reply(self) -> Conversation:
-        """Moves the head to the last question, ready for another reply to it.
+    def before_reply(self, turn_id: int | None = None) -> Conversation:
+        """Moves the head to a question, ready for another reply to it.
+
+        Args:
+            turn_id: The question, or a reply to it; `None` for the last one.
 
         Raises:
             ValueError: There is no question yet.
         """
-        turn = self.head
+        turn = self.head if turn_id is None else self.at(turn_id).head
         if turn is not None and turn.role is Role.ASSISTANT:
             turn = None if turn.parent_id is None else self.turns[turn.parent_id]
         if turn is None:
             raise ValueError("there is no question to answer again")
         return self.at(turn.turn_id)
+
+    def before_edit(self, turn_id: int) -> Conversation:
+        """Moves the head before a question, ready for another version of it.
+
+        Raises:
+            ValueError: The turn is no question.
+        """
+        turn = self.at(turn_id).head
+        if turn is None or turn.role is not Role.USER:
+            raise ValueError(f"turn {turn_id} is no question")
+        return self.at(turn.parent_id)
+
+    def at_sibling(self, turn_id: int, step: int) -> Conversation:
+        """Moves the head to where an alternative of a turn goes on, its newest end.
+
+        Args:
+            turn_id: A turn of the path.
+            step: How many alternatives further; stops at the first and the last.
+        """
+        siblings = self.siblings(turn_id)
+        index = [turn.turn_id for turn in siblings].index(turn_id) + step
+        last_children: dict[int | None, int] = {t.parent_id: t.turn_id for t in self.turns}
+        newest = siblings[max(0, min(index, len(siblings) - 1))].turn_id
+        while newest in last_children:
+            newest = last_children[newest]
+        return self.at(newest)
+
+    def reaching(self, turn_id: int) -> Conversation:
+        """Returns a conversation whose path holds the turn: this one, where it does."""
+        if any(turn.turn_id == turn_id for turn in self.path()):
+            return self
+        return self.at_sibling(turn_id, 0)
 
     def siblings(self, turn_id: int) -> tuple[Turn, ...]:
         """Returns the alternatives of a turn, itself among them, oldest first."""

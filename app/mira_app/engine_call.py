@@ -27,6 +27,7 @@ from mira_engine.api import (
     ProfileProgress,
     PromptProgress,
     RequestFailed,
+    ResidencySample,
     StatsSample,
     TokenDelta,
     error_from_fields,
@@ -41,7 +42,7 @@ FINAL_EVENTS = (
     MachineDescribed,
     ModelDescribed,
 )
-_SAMPLES = (PrepareProgress, ProfileProgress, PromptProgress, StatsSample)
+_SAMPLES = (PrepareProgress, ProfileProgress, PromptProgress, StatsSample, ResidencySample)
 _MAX_JOINED_CHARS = 2048
 
 

@@ -27,6 +27,7 @@ from mira_engine.api import (
     PROTOCOL_VERSION,
     Cancel,
     DescribeMachine,
+    DescribeModel,
     EngineProcessError,
     EngineReady,
     Generate,
@@ -35,6 +36,7 @@ from mira_engine.api import (
     PlanModel,
     PrepareModel,
     ProfileModel,
+    Reconfigure,
     Request,
     RequestFailed,
     Shutdown,
@@ -390,7 +392,14 @@ class EngineClient:
 
     def submit(
         self,
-        request: PrepareModel | LoadModel | ProfileModel | Generate | PlanModel | DescribeMachine,
+        request: PrepareModel
+        | LoadModel
+        | ProfileModel
+        | Generate
+        | Reconfigure
+        | PlanModel
+        | DescribeModel
+        | DescribeMachine,
     ) -> EngineCall:
         """Sends a request; the call returned receives its events. Starts a process if none."""
         self.start()

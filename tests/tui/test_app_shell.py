@@ -355,7 +355,7 @@ async def test_panels_are_hidden_shown_and_widened(paths):
         await until(pilot, lambda: side.region.width == 44)
         await until(pilot, lambda: read_settings_file(paths.config).values == {"panel_width": 44})
         app.widen_panels(-400)
-        assert app._panel_width == 24
+        assert side.columns == 24
 
 
 # -- keys

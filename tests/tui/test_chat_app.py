@@ -23,7 +23,8 @@ from mira_app.tui.screens.help import HelpScreen
 from mira_app.tui.screens.models import ModelsScreen
 from mira_app.tui.widgets.composer import Composer
 from mira_app.tui.widgets.live_panel import COLUMN_WIDTH
-from mira_app.tui.widgets.messages import InfoMessage, MessageList, ReplyMessage
+from mira_app.tui.widgets.message_list import MessageList
+from mira_app.tui.widgets.messages import InfoMessage, ReplyMessage
 from mira_engine import api
 from textual.widgets._footer import FooterKey
 
@@ -49,7 +50,7 @@ def make_app(tmp_path):
 
 
 def reply_texts(app: MiraApp) -> list[str]:
-    return [text.source for text in app.chat_screen.query("ReplyMessage Markdown")]
+    return [reply.answer.source for reply in app.chat_screen.query(ReplyMessage)]
 
 
 def info_texts(app: MiraApp) -> list[str]:

@@ -21,7 +21,7 @@ from mira_app.tui.widgets.panels.sections import (
     memory_parts,
     strip,
 )
-from mira_app.tui.widgets.panels.side_panel import WIDTHS, SidePanel
+from mira_app.tui.widgets.panels.side_panel import USUAL_COLUMNS, SidePanel
 from mira_app.tui.widgets.residency_map import CacheGrid, ResidencyMap
 from mira_engine.api import Notice, ReplyStats, ResidencySample
 from panel_scenes import PLAN, Feed, PanelApp, picture
@@ -266,15 +266,15 @@ async def test_ctrl_b_closes_and_opens_the_panels() -> None:
         await until(pilot, lambda: side.column._state is later)
 
 
-async def test_keys_take_three_widths_and_the_figures_follow() -> None:
+async def test_keys_change_the_width_and_the_figures_follow() -> None:
     app = PanelApp()
     async with app.run_test(size=(160, 60)) as pilot:
         await show(pilot, fed())
         side = app.screen.side
         side.focus()
         for keys, width in (
-            (("ctrl+left",), WIDTHS[1]), (("<",), WIDTHS[2]), (("<",), WIDTHS[2]),
-            ((">", ">", ">"), WIDTHS[0]), (("ctrl+left", "ctrl+right"), WIDTHS[0]),
+            (("ctrl+left",), USUAL_COLUMNS + 8), (("<",), USUAL_COLUMNS + 16),
+            (("<",) * 9, 80), ((">",) * 9, 24), (("<",), 32), (("ctrl+left", "ctrl+right"), 32),
         ):  # fmt: skip
             await pilot.press(*keys)
             await until(pilot, lambda width=width: side.outer_size.width == width)
@@ -283,7 +283,7 @@ async def test_keys_take_three_widths_and_the_figures_follow() -> None:
             longest = max(line.cell_length for line in side.column._lines[:20])
             assert longest == room
         assert "waits, missed" not in str(side.column.content)
-        side.step = 2
+        side.columns = 64
         await until(pilot, lambda: "waits, missed" in str(side.column.content))
 
 

@@ -27,11 +27,12 @@ from textual.screen import Screen
 from mira_app.app_state import AppState, StateFile
 from mira_app.controller import ChatController, Stage, Update
 from mira_app.paths import AppPaths
-from mira_app.setting_fields import FIELDS, PANEL_WIDTHS
+from mira_app.setting_fields import FIELDS
 
 from .history_app import HistoryApp
 from .screens.models import ModelsScreen
 from .widgets.composer import Composer
+from .widgets.panels.side_panel import SidePanel
 
 if TYPE_CHECKING:
     from mira_app.history import HistoryStore
@@ -75,7 +76,7 @@ class MiraApp(HistoryApp):
     BINDINGS = [
         _key("f1", "help", "Help"),
         _key("f2", "controls", "Controls", "budget, K, precision, prefetch"),
-        _key("f3,ctrl+h", "history", "Chats", "all chats, and search in them"),
+        _key("f3", "history", "Chats", "all chats, and search in them"),
         _key("f4", "details", "Details", "plots of what the panels show", is_shown=False),
         _key("ctrl+b", "panels", "Panels", "live panels on or off", is_shown=False),
         Binding(
@@ -99,7 +100,6 @@ class MiraApp(HistoryApp):
         self._desk = desk
         self._state_file = StateFile(paths.state) if paths is not None else None
         self._state = AppState()
-        self._panel_width = self.interface.panel_width
         self._engine = controller.settings.engine
         self._is_chat_due = False
 
@@ -151,10 +151,13 @@ class MiraApp(HistoryApp):
     async def _remember(self) -> None:
         """Writes draft and model where they changed; once refused, says so and gives up."""
         loaded = self.controller.loaded
+        draft = self._state.draft
+        if self._is_chat_dressed:
+            draft = self.chat_screen.composer.full_text
         self._state = AppState(
             is_tour_done=self._state.is_tour_done,
             model=loaded.model if loaded is not None else self._state.model,
-            draft=self.chat_screen.composer.text if self._is_chat_dressed else self._state.draft,
+            draft=draft,
         )
         await self._remember_chat()
         if self._state_file is None:
@@ -235,6 +238,7 @@ class MiraApp(HistoryApp):
         await mounting
         if not self.chat_screen.query(Composer):
             return  # the app is being taken down
+        self.chat_screen.side_panel.columns = self.interface.panel_width
         self.show_panels(self.interface.are_panels_shown)
         self.chat_screen.composer.insert(self._state.draft, (0, 0))
         self._is_chat_dressed = True
@@ -254,14 +258,6 @@ class MiraApp(HistoryApp):
     def on_chat_screen_models_wanted(self) -> None:
         """Goes to the menu."""
         self.show_models()
-
-    def on_chat_screen_history_wanted(self) -> None:
-        """Opens the history."""
-        self.action_history()
-
-    def on_chat_screen_settings_wanted(self) -> None:
-        """Opens the live controls."""
-        self.action_controls()
 
     def on_controls_screen_changed(self, event: ControlsScreen.Changed) -> None:
         """Has the engine changed before the next reply."""
@@ -289,7 +285,9 @@ class MiraApp(HistoryApp):
             self.notify("Pick a model first: these are its engine's.", severity="warning")
             return
         is_k_auto = engine.num_draft_tokens is None
-        self._open(ControlsScreen, lambda: ControlsScreen(engine, loaded.plan, is_k_auto))
+        entry = self.controller.entry
+        prepared = entry.ready_precisions if entry is not None else ()
+        self._open(ControlsScreen, lambda: ControlsScreen(engine, loaded.plan, is_k_auto, prepared))
 
     def action_history(self) -> None:
         """Opens the history."""
@@ -311,24 +309,27 @@ class MiraApp(HistoryApp):
 
     def action_panels(self) -> None:
         """Shows or hides the live panels."""
-        self.show_panels(self.chat_screen.has_class("-no-panels"))
+        self.show_panels(not self.chat_screen.side_panel.is_open)
 
     def _open(self, kind: type[Screen], make: Callable[[], Screen]) -> None:
         if not any(isinstance(screen, kind) for screen in self.screen_stack):
             self.push_screen(make())
 
     def show_panels(self, is_shown: bool) -> None:
-        """Shows or hides the live panels, at the width that was chosen."""
+        """Shows or hides the live panels."""
         self.chat_screen.set_class(not is_shown, "-no-panels")
-        for side in self.chat_screen.query("#side"):
-            side.styles.width = self._panel_width
+        self.chat_screen.side_panel.is_open = is_shown
 
     def widen_panels(self, num_columns: int) -> None:
         """Gives the live panels more columns, or fewer."""
-        width = self._panel_width + num_columns
-        self._panel_width = max(PANEL_WIDTHS[0], min(PANEL_WIDTHS[-1], width))
+        side = self.chat_screen.side_panel
+        side.columns += num_columns
         self.show_panels(True)
-        self.keep_settings({"panel_width": self._panel_width})
+        self.keep_settings({"panel_width": side.columns})
+
+    def on_side_panel_resized(self, event: SidePanel.Resized) -> None:
+        """Keeps the width."""
+        self.keep_settings({"panel_width": event.columns})
 
     def keep_engine_settings(self) -> None:
         """Writes what the live controls changed to the settings file."""

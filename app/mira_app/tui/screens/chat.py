@@ -3,26 +3,42 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from mira_engine.api import MiraError
-from textual import getters
+from mira_engine.api import ContextTrimmed, MiraError
+from textual import events, getters, work
 from textual.app import ComposeResult
 from textual.binding import Binding
-from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.containers import Horizontal, Vertical
 from textual.content import Content
 from textual.message import Message
 from textual.screen import Screen
 from textual.widgets import Footer, Static
 
+from mira_app.clipboard import ClipboardError, ClipboardRoute, copy_text
 from mira_app.controller import ChatController, Stage, Update
-from mira_app.conversation import Role
+from mira_app.conversation import Role, Turn
+from mira_app.figures import count
+from mira_app.panel_history import PanelHistory, PanelState
+from mira_app.passages import code_blocks
 from mira_app.sanitise import sanitise
 from mira_app.tui.widgets.composer import Composer
-from mira_app.tui.widgets.live_panel import LivePanel, PanelState
-from mira_app.tui.widgets.messages import MessageList, ReplyMessage
+from mira_app.tui.widgets.context_meter import ContextMeter
+from mira_app.tui.widgets.live_panel import LivePanel
+from mira_app.tui.widgets.message_list import MessageList
+from mira_app.tui.widgets.messages import ChatMessage, ReplyMessage
+from mira_app.tui.widgets.panels.side_panel import SidePanel
+
+from .chat_settings import ChatSettings, ChatSettingsScreen
+from .code_picker import CodePicker
 
 _WIDE_COLUMNS = 100
+_TALL_ROWS = 12
+"""With fewer the writing and the reading take all of them."""
+
+_BUSY = "One moment: the model is busy. Esc stops it."
 
 
 class ChatScreen(Screen[None]):
@@ -30,11 +46,18 @@ class ChatScreen(Screen[None]):
 
     CSS_PATH = "chat.tcss"
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (_WIDE_COLUMNS, "-wide")]
+    VERTICAL_BREAKPOINTS = [(0, "-short"), (_TALL_ROWS, "-tall")]
     BINDINGS = [
         Binding("escape", "stop", "Stop", priority=True, id="chat.stop"),
-        Binding("ctrl+r", "regenerate", "Again", id="chat.regenerate"),
+        Binding("ctrl+r", "regenerate", "Retry", id="chat.regenerate"),
         Binding("ctrl+n", "new_chat", "New", id="chat.new"),
         Binding("ctrl+o", "models", "Models", id="chat.models"),
+        Binding("f5", "chat_settings", "Chat", show=False, id="chat.chat_settings"),
+        Binding("ctrl+t", "fold", "Fold thinking", show=False, id="chat.fold"),
+        Binding("ctrl+end", "tail", "Newest", show=False, priority=True, id="chat.tail"),
+        Binding("ctrl+home", "start", "First", show=False, priority=True, id="chat.start"),
+        Binding("pageup", "page(-1)", "Up", show=False, priority=True, id="chat.page_up"),
+        Binding("pagedown", "page(1)", "Down", show=False, priority=True, id="chat.page_down"),
     ]
 
     @dataclass
@@ -45,14 +68,22 @@ class ChatScreen(Screen[None]):
     composer = getters.query_one(Composer)
     model_line = getters.query_one("#model", Static)
     state_line = getters.query_one("#state", Static)
+    context_meter = getters.query_one(ContextMeter)
+    strip = getters.query_one("#strip", LivePanel)
+    side_panel = getters.query_one(SidePanel)
 
     def __init__(self, controller: ChatController) -> None:
         super().__init__()
         self._controller = controller
+        self._history = PanelHistory()
+        self.panel_state = PanelState()
+        """What the panels and the details show."""
+        self.pill = Static("▼ new text below (End)", id="unseen")
         self._reply: ReplyMessage | None = None
         self._was_recovering = False
         self._footer_stage: Stage | None = None
         self._shown_stage: Stage | None = None
+        self._told_trimmed: ContextTrimmed | None = None
         # A reply may be over before the widget that shows it is mounted: one at a time.
         self._drawing = asyncio.Lock()
 
@@ -60,18 +91,20 @@ class ChatScreen(Screen[None]):
         """Lays out the chat with the panel beside or under it."""
         with Horizontal(id="top"):
             yield Static(id="model")
+            yield ContextMeter()
             yield Static(id="state")
         with Horizontal(id="middle"):
             with Vertical(id="talk"):
                 yield MessageList()
+                yield self.pill
                 yield LivePanel(is_column=False, id="strip")
                 yield Composer()
-            with VerticalScroll(id="side", can_focus=False):
-                yield LivePanel(is_column=True, id="column")
+            yield SidePanel(id="side")
         yield Footer(show_command_palette=False)
 
-    def on_mount(self) -> None:
+    async def on_mount(self) -> None:
         """Begins with what the controller already knows."""
+        await self.messages.show(self._controller.conversation)
         self._show_state()
 
     def on_screen_resume(self) -> None:
@@ -80,46 +113,47 @@ class ChatScreen(Screen[None]):
         self._show_state()
         self.composer.focus()
 
-    # -- the person
+    # -- asking
 
     async def on_composer_submitted(self, event: Composer.Submitted) -> None:
         """Sends, unless something else is going on; then the text stays where it is."""
+        text, turn_id = event.text.strip(), self.composer.edited_turn_id
+        controller = self._controller
+        if await self._ask(
+            lambda: controller.send(text) if turn_id is None else controller.edit(turn_id, text)
+        ):
+            self.composer.take()
+
+    async def action_regenerate(self) -> None:
+        """Asks for another reply to the last question."""
+        await self._ask(self._controller.regenerate)
+
+    async def _ask(self, ask: Callable[[], None]) -> bool:
+        """Asks and shows the reply that is to come; returns whether it was asked."""
         if not self._controller.can_send:
-            self.notify("One moment: the model is busy. Esc stops it.", severity="warning")
-            return
+            self.notify(_BUSY, severity="warning")
+            return False
         async with self._drawing:
             try:
-                self._controller.send(event.text.strip())
+                ask()
+            except ValueError:
+                self.notify("There is no question to answer again.", severity="warning")
+                return False
             except MiraError as error:
                 await self.show_problem(error)
-                return
-            self.composer.clear()
-            self._reply = await self.messages.add_question(event.text.strip())
+                return False
+            self._reply = await self.messages.add_reply(self._controller.conversation)
             self._show_state()
+        return True
 
     async def action_stop(self) -> None:
         """Stops the reply; never touches what is being written."""
         if self._controller.stop():
             self._show_state()
 
-    async def action_regenerate(self) -> None:
-        """Asks for another reply to the last question."""
-        if not self._controller.can_send:
-            self.notify("One moment: the model is busy. Esc stops it.", severity="warning")
-            return
-        async with self._drawing:
-            try:
-                self._controller.regenerate()
-            except ValueError:
-                self.notify("There is no question to answer again.", severity="warning")
-                return
-            except MiraError as error:
-                await self.show_problem(error)
-                return
-            head = self._controller.conversation.head
-            assert head is not None
-            self._reply = await self.messages.add_question(head.content)
-            self._show_state()
+    def on_composer_edit_left(self) -> None:
+        """Gives up writing a question anew."""
+        self.composer.leave_edit()
 
     async def action_new_chat(self) -> None:
         """Begins an empty conversation."""
@@ -128,10 +162,139 @@ class ChatScreen(Screen[None]):
         except ValueError:
             self.notify("Esc stops the reply first.", severity="warning")
             return
+        await self.show_chat()
+
+    async def show_chat(self) -> None:
+        """Shows the controller's conversation, whichever it is now."""
         async with self._drawing:
             self._reply = None
-            await self.messages.clear()
+            self._told_trimmed = self._controller.trimmed
+            if self.composer.edited_turn_id is not None:
+                self.composer.leave_edit()
+            await self.messages.show_anew(self._controller.conversation)
             self._show_state()
+
+    # -- the messages
+
+    async def on_chat_message_wanted(self, event: ChatMessage.Wanted) -> None:
+        """Does what the person wants with a message."""
+        message, turn = event.sender, self._turn_of(event.sender)
+        if event.action == "leave":
+            self.composer.focus()
+        elif event.action == "neighbour":
+            (self.messages.neighbour(message, event.step) or self.composer).focus()
+        elif event.action == "copy":
+            text = self._controller.partial if turn is None else turn.content
+            self._copy(sanitise(text), "message")
+        elif event.action == "copy_code":
+            self._copy_code(self._controller.partial if turn is None else turn.content)
+        elif turn is not None and event.action == "edit":
+            self.composer.edit_question(turn.turn_id, turn.content)
+        elif turn is not None and event.action == "retry":
+            if await self._ask(lambda: self._controller.regenerate(turn.turn_id)):
+                self.composer.focus()
+        elif turn is not None and event.action == "sibling":
+            await self._show_sibling(turn, event.step)
+
+    def _turn_of(self, message: ChatMessage) -> Turn | None:
+        turn_id = message.turn_id
+        return None if turn_id is None else self._controller.conversation.turns[turn_id]
+
+    async def _show_sibling(self, turn: Turn, step: int) -> None:
+        siblings = self._controller.conversation.siblings(turn.turn_id)
+        index = [sibling.turn_id for sibling in siblings].index(turn.turn_id) + step
+        if not 0 <= index < len(siblings):
+            self.notify("There is no other version that way.")
+            return
+        try:
+            self._controller.show_sibling(turn.turn_id, step)
+        except ValueError:
+            self.notify("Esc stops the reply first.", severity="warning")
+            return
+        async with self._drawing:
+            await self.messages.show(self._controller.conversation)
+            await self.messages.jump_to(siblings[index].turn_id)
+
+    async def jump_to(self, turn_id: int) -> None:
+        """Shows one turn of the conversation, on whichever branch it is, and focuses it."""
+        try:
+            self._controller.reach(turn_id)
+        except ValueError:
+            self.notify("Esc stops the reply first.", severity="warning")
+            return
+        async with self._drawing:
+            await self.messages.show(self._controller.conversation)
+            await self.messages.jump_to(turn_id)
+
+    def on_composer_messages_wanted(self) -> None:
+        """Goes to the newest message."""
+        if messages := self.messages.turns:
+            messages[-1].focus()
+
+    def action_fold(self) -> None:
+        """Folds all thinking, or opens it."""
+        self.messages.fold_all()
+
+    async def action_tail(self) -> None:
+        """Goes to the newest text."""
+        async with self._drawing:
+            await self.messages.to_tail()
+            await self._restore_reply()
+        self._show_pill()
+
+    async def on_composer_tail_wanted(self) -> None:
+        """Goes to the newest text."""
+        await self.action_tail()
+
+    async def action_start(self) -> None:
+        """Goes to the first message."""
+        async with self._drawing:
+            await self.messages.to_start()
+
+    def action_page(self, step: int) -> None:
+        """Scrolls the messages by a page, wherever the cursor is."""
+        height = max(1, self.messages.size.height - 2)
+        self.messages.let_go()
+        self.messages.scroll_relative(y=step * height, animate=False)
+
+    async def on_click(self, event: events.Click) -> None:
+        """Goes to the newest text where its pill is clicked."""
+        if event.widget is self.pill:
+            await self.action_tail()
+
+    async def on_key(self, event: events.Key) -> None:
+        """Takes End for the newest text where nothing else has a use for it."""
+        if event.key == "end" and self.pill.display:
+            event.stop()
+            await self.action_tail()
+
+    # -- copying
+
+    def _copy_code(self, text: str) -> None:
+        blocks = code_blocks(sanitise(text))
+        if not blocks:
+            self.notify("There is no code block in this message.", severity="warning")
+        elif len(blocks) == 1:
+            self._copy(blocks[0][1], "code")
+        else:
+            self.app.push_screen(CodePicker(blocks), lambda code: code and self._copy(code, "code"))
+
+    @work(group="copy")
+    async def _copy(self, text: str, what: str) -> None:
+        """Copies in a thread: a clipboard's program may take its time."""
+        terminal_text: list[str] = []
+        try:
+            route = await asyncio.to_thread(
+                copy_text, text, environ=os.environ, ask_terminal=terminal_text.append
+            )
+        except ClipboardError as error:
+            self.notify(f"{error.message} {error.hint}", severity="error", markup=False)
+            return
+        if route is ClipboardRoute.TERMINAL:
+            self.app.copy_to_clipboard(text)
+        self.notify(f"Copied the {what} to {route.value}.", markup=False)
+
+    # -- other screens
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Dims Stop while there is nothing to stop."""
@@ -143,6 +306,18 @@ class ChatScreen(Screen[None]):
         """Goes to the menu of models."""
         self.post_message(self.ModelsWanted())
 
+    def action_chat_settings(self) -> None:
+        """Asks for this chat's system prompt and sampling."""
+        controller = self._controller
+        now = ChatSettings(system_prompt=controller.system_prompt, sampling=controller.sampling)
+
+        def change(chosen: ChatSettings | None) -> None:
+            if chosen is not None and chosen != now:
+                controller.set_chat_settings(chosen.system_prompt, chosen.sampling)
+                self.notify("Used from the next question on.")
+
+        self.app.push_screen(ChatSettingsScreen(now), change)
+
     # -- the engine
 
     async def take(self, update: Update) -> None:
@@ -151,11 +326,11 @@ class ChatScreen(Screen[None]):
             await self._draw(update)
 
     async def _draw(self, update: Update) -> None:
-        if update.text and self._reply is not None:
-            await self._reply.write(update.text)
+        await self._write(update)
         await self._finish_reply()
         if update.error is not None:
             await self.show_problem(update.error)
+        await self._tell_trimmed()
         stage = self._controller.stage
         if self._was_recovering and stage in (Stage.READY, Stage.REPLYING):
             await self.messages.add_info("The engine runs again; the model is loaded.")
@@ -163,17 +338,58 @@ class ChatScreen(Screen[None]):
         # Not `is_stage_new`: a reply can be over before the first poll after its question.
         if stage is not self._shown_stage or stage is Stage.REPLYING:
             self._show_state()
+        await self.messages.keep_up()
+        self._show_pill()
+
+    async def _write(self, update: Update) -> None:
+        reply = self._reply
+        if reply is None or not (update.text or update.thinking):
+            return
+        if reply.is_attached:
+            if update.thinking:
+                await reply.write_thinking(update.thinking)
+            if update.text:
+                await reply.write(update.text)
+        self.messages.note_text(len(update.text) + len(update.thinking))
+
+    async def _restore_reply(self) -> None:
+        """Shows the reply under way again after its place was given up for another."""
+        controller = self._controller
+        if self._reply is None or self._reply.is_attached or not self.messages.is_at_tail:
+            return
+        self._reply = await self.messages.begin_reply()
+        if controller.thinking:
+            await self._reply.write_thinking(controller.thinking)
+        if controller.partial:
+            await self._reply.write(controller.partial)
 
     async def _finish_reply(self) -> None:
         """Closes the reply on screen once the controller has it as a finished turn."""
         head, reply = self._controller.conversation.head, self._reply
         if reply is not None and head is not None and head.role is Role.ASSISTANT:
             self._reply = None
-            await reply.finish(head)
+            await self.messages.finish_reply(reply, self._controller.conversation)
+
+    async def _tell_trimmed(self) -> None:
+        """Says once that the oldest turns no longer fit, and again when more do not."""
+        trimmed, told = self._controller.trimmed, self._told_trimmed
+        if trimmed is None or trimmed is told:
+            return
+        self._told_trimmed = trimmed
+        if told is not None and told.num_turns == trimmed.num_turns:
+            return
+        await self.messages.add_info(
+            f"The chat is longer than the context of {trimmed.limit:,} tokens: the model no "
+            f"longer sees the oldest {count(trimmed.num_turns, 'message')}. The system prompt "
+            "stays, and so does everything on the screen."
+        )
 
     async def show_problem(self, error: MiraError) -> None:
         """Shows what went wrong, in the chat."""
         await self.messages.add_info(f"{error.message}\n{error.hint}".strip(), is_error=True)
+
+    def _show_pill(self) -> None:
+        self.pill.display = self.messages.has_unseen
 
     def _show_state(self) -> None:
         if not (self.is_mounted and self.app.is_running):
@@ -185,11 +401,12 @@ class ChatScreen(Screen[None]):
         known = loaded or controller.entry
         title = known.title if known is not None else "no model"
         facts = f"{engine.precision} · {engine.dtype}"
-        if loaded is not None:
-            facts += f" · context {loaded.context_length}"
         self.model_line.update(
             Content.assemble(("mira-chat  ", "bold $primary"), sanitise(title), f" · {facts}")
         )
+        limit = loaded.context_length if loaded is not None else 0
+        if controller.stats.num_prompt_tokens or stage is not Stage.REPLYING:
+            self.context_meter.show(controller.stats, limit)
         self._shown_stage = stage
         words = {Stage.REPLYING: "answering", Stage.RECOVERING: "restarting the engine"}
         self.state_line.update(words.get(stage, stage.value))
@@ -197,14 +414,24 @@ class ChatScreen(Screen[None]):
             # Only then: it builds the footer anew, which is empty for a moment.
             self._footer_stage = stage
             self.refresh_bindings()
-        prompt = controller.prompt_progress
-        if self._reply is not None:
-            if controller.is_stopping:
-                self._reply.set_caption("stopping ...")
-            elif prompt is not None and not controller.partial:
-                self._reply.set_caption(f"reading the prompt: {prompt.done} of {prompt.total}")
-            elif controller.partial:
-                self._reply.set_caption("")
-        state = PanelState(stats=controller.stats, plan=plan, notices=controller.notices)
-        for panel in self.query(LivePanel):
-            panel.show(state)
+        self._show_caption()
+        self.panel_state = self._history.snapshot(
+            controller.stats,
+            plan=plan,
+            notices=controller.notices,
+            link_bytes_per_s=loaded.link_bytes_per_s if loaded is not None else 0.0,
+            residency=controller.residency,
+        )
+        self.strip.show(self.panel_state)
+        self.side_panel.show(self.panel_state)
+
+    def _show_caption(self) -> None:
+        controller, prompt = self._controller, self._controller.prompt_progress
+        if self._reply is None:
+            return
+        if controller.is_stopping:
+            self._reply.set_caption("stopping ...")
+        elif controller.partial or controller.thinking:
+            self._reply.set_caption("")
+        elif prompt is not None:
+            self._reply.set_caption(f"reading the prompt: {prompt.done} of {prompt.total}")

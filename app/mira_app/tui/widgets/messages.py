@@ -1,71 +1,223 @@
-"""The messages of a chat, and the list that follows its tail."""
+"""The messages of a chat: questions, replies with their thinking, and the program's own lines."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from textual.app import ComposeResult
-from textual.containers import Vertical, VerticalScroll
+from textual.binding import Binding
+from textual.containers import Vertical
 from textual.content import Content
-from textual.widgets import Markdown, Static
-from textual.widgets.markdown import MarkdownStream
+from textual.message import Message
+from textual.widgets import Collapsible, Static
 
 from mira_app.conversation import Turn, TurnStatus
 from mira_app.figures import count
-from mira_app.sanitise import Sanitiser, sanitise
+from mira_app.sanitise import sanitise
 
+from .growing_text import GrowingText
 
-class UserMessage(Static):
-    """What the person wrote, shown as it is."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(Content(sanitise(text)))
+_SHOWN_LINES = 12
+_SHOWN_LINE_CHARS = 400
 
 
 class InfoMessage(Static):
-    """A line of the program itself: a failure or a recovery."""
+    """A line of the program itself: a failure, a recovery or what did not fit."""
 
-    def __init__(self, text: str, *, is_error: bool) -> None:
+    def __init__(self, text: str, *, is_error: bool = False) -> None:
         super().__init__(Content(sanitise(text)), classes="-error" if is_error else "-info")
 
 
-class ReplyMessage(Vertical):
-    """A reply: Markdown that grows, and a caption on how it goes or ended."""
+class ChatMessage(Vertical, can_focus=True):
+    """A turn that can be focused and acted upon.
 
-    def __init__(self) -> None:
+    Attributes:
+        turn_id: The turn it shows, `None` while that is being written.
+    """
+
+    BINDINGS = [
+        Binding("up", "neighbour(-1)", "Message above", show=False, id="message.above"),
+        Binding("down", "neighbour(1)", "Message below", show=False, id="message.below"),
+        Binding("escape,i", "leave", "Write", id="message.leave"),
+        Binding("r", "retry", "Retry", id="message.retry"),
+        Binding("y", "copy", "Copy", id="message.copy"),
+        Binding(
+            "left_square_bracket", "sibling(-1)", "Version before", show=False, id="message.before"
+        ),
+        Binding(
+            "right_square_bracket", "sibling(1)", "Version after", show=False, id="message.next"
+        ),
+    ]
+
+    @dataclass
+    class Wanted(Message):
+        """What the person wants to do with a turn.
+
+        Attributes:
+            action: `edit`, `retry`, `copy`, `copy_code`, `sibling`, `neighbour` or `leave`.
+            step: For siblings and neighbours: how far.
+        """
+
+        sender: ChatMessage
+        action: str
+        step: int = 0
+
+    def __init__(self, turn_id: int | None) -> None:
         super().__init__()
-        self._sanitiser = Sanitiser()
-        self._stream: MarkdownStream | None = None
-        self._markdown = Markdown()
-        self._caption = Static("reading the prompt ...", classes="caption")
+        self.turn_id = turn_id
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Hides what a message that is still written cannot do yet."""
+        del parameters
+        return action not in ("edit", "retry", "sibling") or self.turn_id is not None
+
+    def _want(self, action: str, step: int = 0) -> None:
+        self.post_message(self.Wanted(self, action, step))
+
+    def action_neighbour(self, step: int) -> None:
+        """Goes to the message above or below."""
+        self._want("neighbour", step)
+
+    def action_leave(self) -> None:
+        """Goes back to where one writes."""
+        self._want("leave")
+
+    def action_retry(self) -> None:
+        """Asks for another reply."""
+        self._want("retry")
+
+    def action_copy(self) -> None:
+        """Copies the message."""
+        self._want("copy")
+
+    def action_sibling(self, step: int) -> None:
+        """Shows another version."""
+        self._want("sibling", step)
+
+
+class UserMessage(ChatMessage):
+    """What the person wrote, shown as it is; the middle of a very long one is left out."""
+
+    BINDINGS = [Binding("e", "edit", "Edit", id="message.edit")]
+
+    def __init__(self, turn: Turn, place: str = "") -> None:
+        super().__init__(turn.turn_id)
+        self._text, self._place = turn.content, place
 
     def compose(self) -> ComposeResult:
         """Lays out the text above its caption."""
-        yield self._markdown
+        yield Static(Content(shown_question(self._text)), classes="text")
+        if self._place:
+            yield Static(Content(self._place), classes="caption")
+
+    def action_edit(self) -> None:
+        """Writes another version."""
+        self._want("edit")
+
+
+class Thinking(Collapsible):
+    """What a model thinks before it answers: open while it streams, folded afterwards."""
+
+    def __init__(self, text: str, *, is_folded: bool) -> None:
+        self.text = GrowingText(text)
+        title = "thought" if is_folded else "thinking ..."
+        super().__init__(self.text, title=title, collapsed=is_folded)
+        self._title.can_focus = False  # the message is what one goes to
+
+    def scroll_visible(self, *args: object, **options: object) -> None:
+        """Does nothing: folding never moves what the person reads."""
+
+    def fold(self) -> None:
+        """Folds it, now that the answer begins."""
+        self.title = "thought"
+        self.collapsed = True
+
+
+class ReplyMessage(ChatMessage):
+    """A reply: thinking, Markdown that grows, and a caption on how it goes or ended."""
+
+    BINDINGS = [
+        Binding("Y", "copy_code", "Code", id="message.copy_code"),
+        Binding("enter,t", "fold", "Thinking", show=False, id="message.fold"),
+    ]
+
+    def __init__(self, turn: Turn | None = None, place: str = "") -> None:
+        super().__init__(turn.turn_id if turn is not None else None)
+        self.thinking: Thinking | None = None
+        if turn is not None and turn.thinking:
+            self.thinking = Thinking(turn.thinking, is_folded=True)
+        self.answer = GrowingText(turn.content if turn is not None else "")
+        caption = "reading the prompt ..." if turn is None else caption_text(turn, place)
+        self._caption = Static(Content(caption), classes="caption")
+        if turn is not None:
+            self._mark(turn)
+
+    def compose(self) -> ComposeResult:
+        """Lays out the text above its caption."""
+        if self.thinking is not None:
+            yield self.thinking
+        yield self.answer
         yield self._caption
 
     async def write(self, text: str) -> None:
-        """Appends text of the model; call it at most some ten times a second."""
-        if self._stream is None:
-            self._stream = Markdown.get_stream(self._markdown)
-        await self._stream.write(self._sanitiser.feed(text))
+        """Appends text of the answer; call it at most some ten times a second."""
+        if self.thinking is not None and not self.answer.source and text.strip():
+            self.thinking.fold()
+        await self.answer.write(text)
+
+    async def write_thinking(self, text: str) -> None:
+        """Appends what the model thinks."""
+        if self.thinking is None:
+            self.thinking = Thinking("", is_folded=False)
+            await self.mount(self.thinking, before=0)
+        await self.thinking.text.write(text)
 
     def set_caption(self, text: str) -> None:
         """Says how the reply is going."""
         self._caption.update(Content(text))
 
-    async def finish(self, turn: Turn) -> None:
+    async def finish(self, turn: Turn, place: str = "") -> None:
         """Shows the whole text once more, in one piece, and how it ended."""
-        if self._stream is not None:
-            await self._stream.stop()
-            self._stream = None
-        await self._markdown.update(sanitise(turn.content))
-        self._caption.update(Content(caption_text(turn)))
+        self.turn_id = turn.turn_id
+        if turn.thinking and self.thinking is None:
+            await self.write_thinking(turn.thinking)
+        if self.thinking is not None:
+            await self.thinking.text.finish(turn.thinking)
+            self.thinking.fold()
+        await self.answer.finish(turn.content)
+        self._caption.update(Content(caption_text(turn, place)))
+        self._mark(turn)
+        self.refresh_bindings()
+
+    def _mark(self, turn: Turn) -> None:
         self.set_class(turn.status is TurnStatus.STOPPED, "-stopped")
         self.set_class(turn.status is TurnStatus.ERROR, "-error")
 
+    def action_copy_code(self) -> None:
+        """Copies a block of code."""
+        self._want("copy_code")
 
-def caption_text(turn: Turn) -> str:
-    """Returns the caption of a finished reply: its end, tokens and speed."""
-    parts = []
+    def action_fold(self) -> None:
+        """Folds the thinking, or opens it."""
+        if self.thinking is not None:
+            self.thinking.collapsed = not self.thinking.collapsed
+
+
+def shown_question(text: str) -> str:
+    """Returns a question as it is shown: sanitised, and its beginning where it is long."""
+    lines = sanitise(text.replace("\r\n", "\n")).split("\n")
+    shown = [
+        line if len(line) <= _SHOWN_LINE_CHARS else line[:_SHOWN_LINE_CHARS] + " …"
+        for line in lines[:_SHOWN_LINES]
+    ]
+    if len(lines) > _SHOWN_LINES:
+        shown.append(f"… {len(lines) - _SHOWN_LINES:,} more lines")
+    return "\n".join(shown)
+
+
+def caption_text(turn: Turn, place: str = "") -> str:
+    """Returns the caption of a finished reply: its place, end, tokens and speed."""
+    parts = [place] if place else []
     if turn.status is TurnStatus.STOPPED:
         parts.append("stopped")
     elif turn.status is TurnStatus.ERROR:
@@ -77,25 +229,3 @@ def caption_text(turn: Turn) -> str:
         if turn.stats.tokens_per_s:
             parts.append(f"{turn.stats.tokens_per_s:.1f} tok/s")
     return " · ".join(parts)
-
-
-class MessageList(VerticalScroll):
-    """The chat, newest at the bottom; follows its tail until the person scrolls up."""
-
-    can_focus = True
-
-    async def clear(self) -> None:
-        """Removes every message."""
-        await self.remove_children()
-
-    async def add_question(self, text: str) -> ReplyMessage:
-        """Shows a question and the reply that is to come, and follows it."""
-        reply = ReplyMessage()
-        with self.app.batch_update():
-            await self.mount(UserMessage(text), reply)
-        self.anchor()
-        return reply
-
-    async def add_info(self, text: str, *, is_error: bool = False) -> None:
-        """Shows a line of the program itself."""
-        await self.mount(InfoMessage(text, is_error=is_error))

@@ -1,19 +1,24 @@
-"""The column beside the chat: figures and the residency map, in three widths or folded away."""
+"""The column beside the chat: figures and the residency map, as wide as wanted or folded away."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from textual import getters
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import VerticalScroll
+from textual.message import Message
 from textual.reactive import reactive
 
 from mira_app.panel_history import PanelState
 from mira_app.tui.widgets.live_panel import LivePanel
 from mira_app.tui.widgets.residency_map import ResidencyMap
 
-WIDTHS = (35, 48, 64)
-"""Columns of the three widths, border, padding and scrollbar included."""
+USUAL_COLUMNS = 35
+"""Border, padding and scrollbar included."""
+
+_MIN_COLUMNS, _MAX_COLUMNS, _STEP_COLUMNS = 24, 80, 8
 
 REST_S = 0.5
 """A picture stays so long: who reads needs no more, and each costs some milliseconds."""
@@ -30,7 +35,7 @@ class SidePanel(VerticalScroll):
     ]
     DEFAULT_CSS = f"""
     SidePanel {{
-        width: {WIDTHS[0]};
+        width: {USUAL_COLUMNS};
         max-width: 50%;
         padding: 1 1 0 2;
         scrollbar-gutter: stable;
@@ -54,8 +59,14 @@ class SidePanel(VerticalScroll):
     is_open: reactive[bool] = reactive(True)
     """Whether it is wanted; a terminal that is too small hides it all the same."""
 
-    step: reactive[int] = reactive(0)
-    """Which of `WIDTHS` is wanted."""
+    columns: reactive[int] = reactive(USUAL_COLUMNS)
+    """How wide it is wanted, where the screen has room for it."""
+
+    @dataclass
+    class Resized(Message):
+        """The person gave it another width."""
+
+        columns: int
 
     column = getters.query_one("#column", LivePanel)
     map = getters.query_one(ResidencyMap)
@@ -90,16 +101,17 @@ class SidePanel(VerticalScroll):
         self.set_timer(REST_S, self._draw)
 
     def action_resize(self, steps: int) -> None:
-        """Takes a wider or a narrower width."""
-        self.step += steps
+        """Takes more columns, or fewer."""
+        self.columns += steps * _STEP_COLUMNS
+        self.post_message(self.Resized(self.columns))
 
-    def validate_step(self, step: int) -> int:
-        """Keeps to the widths there are."""
-        return max(0, min(step, len(WIDTHS) - 1))
+    def validate_columns(self, columns: int) -> int:
+        """Keeps to what can be read and leaves room for the chat."""
+        return max(_MIN_COLUMNS, min(columns, _MAX_COLUMNS))
 
-    def watch_step(self, step: int) -> None:
+    def watch_columns(self, columns: int) -> None:
         """Takes the width."""
-        self.styles.width = WIDTHS[step]
+        self.styles.width = columns
 
     def watch_is_open(self, is_open: bool) -> None:
         """Comes or goes."""

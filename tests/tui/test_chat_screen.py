@@ -1,0 +1,480 @@
+"""What one can do in the chat: read, edit, retry, copy, go about, write."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+from app_fakes import FakeCatalog, fake_engine_command
+from app_scenes import STATS, WAIT_S, Scene, settle, state_text, until
+from fake_engine import THOUGHTS
+from mira_app.controller import ChatController
+from mira_app.conversation import Conversation, TurnStatus
+from mira_app.engine_client import EngineClient
+from mira_app.settings import Settings
+from mira_app.stored_chat import StoredChat
+from mira_app.tui.app import MiraApp
+from mira_app.tui.screens import chat
+from mira_app.tui.screens.chat import ChatScreen
+from mira_app.tui.screens.chat_settings import ChatSettingsScreen
+from mira_app.tui.screens.code_picker import CodePicker
+from mira_app.tui.widgets.growing_text import Passage
+from mira_app.tui.widgets.message_list import STEP_TURNS, WINDOW_TURNS
+from mira_app.tui.widgets.messages import InfoMessage, ReplyMessage, UserMessage
+from mira_engine import api
+from textual.events import Paste
+
+LONG = "A paragraph of the reply that fills a line.\n\n" * 40
+SIZE = (80, 24)
+
+
+def messages_of(scene: Scene):
+    return scene.app.chat_screen.messages
+
+
+def composer_of(scene: Scene):
+    return scene.app.chat_screen.composer
+
+
+async def answer(scene: Scene, pilot, text: str, **fields) -> None:
+    scene.client.deliver_text(text, STATS)
+    await scene.poll(pilot)
+    scene.client.deliver_done(text, STATS, **fields)
+    await until(pilot, lambda: state_text(scene.app) == "ready")
+    await settle(pilot)
+
+
+async def exchange(scene: Scene, pilot, question: str, reply: str) -> None:
+    await scene.asking(pilot, question)
+    await answer(scene, pilot, reply)
+
+
+def shown(scene: Scene) -> list[str]:
+    return [
+        message.answer.source if isinstance(message, ReplyMessage) else message._text
+        for message in messages_of(scene).turns
+    ]
+
+
+def focused_id(scene: Scene) -> int | None:
+    return getattr(scene.app.focused, "turn_id", None)
+
+
+def caption(message) -> str:
+    return "".join(str(part.content) for part in message.query(".caption"))
+
+
+# -- streaming
+
+
+async def test_long_reply_keeps_few_widgets_and_all_of_its_text():
+    scene = Scene()
+    async with scene.app.run_test(size=SIZE) as pilot:
+        await scene.chatting(pilot)
+        await scene.asking(pilot, "q")
+        text, counts = "", []
+        for index in range(10):
+            piece = f"## Part {index}\n\nwords and more\n\n```python\nx = {index}\n```\n\n- a\n\n"
+            text += piece * 10
+            scene.client.deliver_text(piece * 10, STATS)
+            await scene.poll(pilot)
+            counts.append(sum(1 for _ in scene.app.screen.walk_children()))
+        reply = scene.replies[-1]
+        assert reply.answer.source == text
+        assert len(reply.answer.passages) > 2
+        assert any(passage.is_resting for passage in reply.answer.passages)
+        assert max(counts) < 700  # all of it would be some 1,000
+        height = messages_of(scene).virtual_size.height
+        scene.client.deliver_done(text, STATS)
+        await until(pilot, lambda: state_text(scene.app) == "ready")
+        await settle(pilot)
+        assert abs(messages_of(scene).virtual_size.height - height) <= 2
+
+
+async def test_resting_passage_wakes_when_it_is_scrolled_to():
+    scene = Scene()
+    async with scene.app.run_test(size=SIZE) as pilot:
+        await scene.chatting(pilot)
+        await exchange(scene, pilot, "q", LONG * 8)
+        await until(pilot, lambda: scene.app.screen.query(Passage).first().is_resting)
+        await pilot.press("ctrl+home")
+        await until(pilot, lambda: not scene.app.screen.query(Passage).first().is_resting)
+
+
+async def test_new_text_below_is_told_and_end_goes_there():
+    scene = Scene()
+    async with scene.app.run_test(size=SIZE) as pilot:
+        await scene.chatting(pilot)
+        await scene.asking(pilot, "q")
+        scene.client.deliver_text(LONG, STATS)
+        await scene.poll(pilot)
+        await settle(pilot)
+        messages, pill = messages_of(scene), scene.app.chat_screen.pill
+        assert not pill.display
+        await pilot.press("pageup")
+        await settle(pilot)
+        place = messages.scroll_offset.y
+        scene.client.deliver_text(LONG, STATS)
+        await until(pilot, lambda: pill.display)
+        await settle(pilot)
+        assert messages.scroll_offset.y == place
+        await pilot.press("end")
+        await until(pilot, lambda: not pill.display)
+        await settle(pilot)
+        assert messages.scroll_offset.y == messages.max_scroll_y
+        scene.client.deliver_text(LONG, STATS)
+        await scene.poll(pilot)
+        await settle(pilot)
+        assert messages.scroll_offset.y == messages.max_scroll_y
+        assert not pill.display
+
+
+async def test_thinking_is_open_while_it_streams_and_folded_by_the_answer():
+    scene = Scene()
+    async with scene.app.run_test(size=SIZE) as pilot:
+        await scene.chatting(pilot)
+        await scene.asking(pilot, "q")
+        scene.client.deliver_text("so they want", part=api.ReplyPart.THINKING)
+        await scene.poll(pilot)
+        reply = scene.replies[-1]
+        await until(pilot, lambda: reply.thinking is not None)
+        assert not reply.thinking.collapsed
+        scene.client.deliver_text("this", STATS)
+        await until(pilot, lambda: reply.thinking.collapsed)
+        scene.client.deliver_done("this", STATS, thinking="so they want")
+        await until(pilot, lambda: state_text(scene.app) == "ready")
+        assert (reply.thinking.text.source, reply.answer.source) == ("so they want", "this")
+        await pilot.press("ctrl+t")
+        await until(pilot, lambda: not reply.thinking.collapsed)
+        await pilot.press("ctrl+t")
+        await until(pilot, lambda: reply.thinking.collapsed)
+
+
+async def test_engine_with_thinking_and_trimmed_context_end_to_end(tmp_path):
+    client = EngineClient(fake_engine_command("thinking", "trimmed", "residency"), log_dir=tmp_path)
+    app = MiraApp(ChatController(client, FakeCatalog(is_ready=True), Settings()))
+    try:
+        async with app.run_test(size=SIZE) as pilot:
+            await pilot.press("enter")
+            await until(pilot, lambda: isinstance(app.screen, ChatScreen))
+            app.chat_screen.composer.insert("q")
+            await pilot.press("enter")
+            await until(pilot, lambda: app.controller.conversation.head is not None)
+            await until(pilot, lambda: app.controller.can_send)
+            assert app.controller.conversation.head.thinking == "".join(THOUGHTS)
+            assert app.controller.residency.regions == ("HS.s",)
+            (info,) = app.chat_screen.query(InfoMessage)
+            assert "no longer sees the oldest 4 messages" in str(info.content)
+    finally:
+        client.close()
+
+
+async def test_escape_stops_within_300_ms_and_keeps_partial_and_draft(tmp_path):
+    client = EngineClient(fake_engine_command("slow"), log_dir=tmp_path)
+    app = MiraApp(ChatController(client, FakeCatalog(is_ready=True), Settings()))
+    try:
+        async with app.run_test(size=SIZE) as pilot:
+            await pilot.press("enter")
+            await until(pilot, lambda: isinstance(app.screen, ChatScreen))
+            app.chat_screen.composer.insert("q")
+            await pilot.press("enter")
+            await until(pilot, lambda: len(app.controller.partial) > 20)
+            app.chat_screen.composer.insert("a draft")
+            began = time.process_time()
+            await pilot.press("escape")
+            (reply,) = app.chat_screen.query(ReplyMessage)
+            assert caption(reply) == "stopping ..." or reply.has_class("-stopped")
+            await until(pilot, lambda: reply.has_class("-stopped"))
+            assert time.process_time() - began < 0.3  # of our own work: others' load is not ours
+            head = app.controller.conversation.head
+            assert head.status is TurnStatus.STOPPED
+            assert reply.answer.source == head.content
+            assert app.chat_screen.composer.text == "a draft"
+    finally:
+        client.close()
+
+
+async def test_context_meter_warns_near_the_limit():
+    scene = Scene()
+    async with scene.app.run_test(size=SIZE) as pilot:
+        await scene.answered(pilot)
+        meter = scene.app.chat_screen.context_meter
+        assert str(meter.content) == "context 244 / 2,048"
+        await scene.asking(pilot, "q")
+        assert "244" in str(meter.content)
+        stats = api.ReplyStats(num_prompt_tokens=1800, num_new_tokens=100)
+        scene.client.deliver_done("a", stats)
+        await until(pilot, lambda: meter.has_class("-near"))
+        assert str(meter.content) == "context 1,900 / 2,048 nearly full"
+
+
+# -- messages
+
+
+async def test_edit_of_a_question_makes_a_sibling_and_the_draft_comes_back():
+    scene = Scene()
+    async with scene.app.run_test(size=SIZE) as pilot:
+        await scene.chatting(pilot)
+        await exchange(scene, pilot, "one", "a")
+        await exchange(scene, pilot, "two", "b")
+        composer_of(scene).insert("a draft")
+        await pilot.press("tab", "up", "up", "up", "e")
+        assert composer_of(scene).text == "one"
+        assert composer_of(scene).border_title
+        await pilot.press("escape")
+        await until(pilot, lambda: composer_of(scene).text == "a draft")
+        await pilot.press("tab", "up", "up", "up", "e")
+        composer_of(scene).text = "uno"
+        await pilot.press("enter")
+        await scene.requested(pilot, 4)
+        assert [m.content for m in scene.client.requests[-1].messages] == ["uno"]
+        await answer(scene, pilot, "c")
+        assert composer_of(scene).text == "a draft"
+        assert shown(scene) == ["uno", "c"]
+        assert caption(messages_of(scene).turns[0]) == "2/2"
+        await pilot.press("tab", "up", "left_square_bracket")
+        await until(pilot, lambda: shown(scene) == ["one", "a", "two", "b"])
+        await until(pilot, lambda: focused_id(scene) == 0)
+        await pilot.press("right_square_bracket")
+        await until(pilot, lambda: shown(scene) == ["uno", "c"])
+
+
+async def test_retry_on_a_message_replaces_what_followed_it():
+    scene = Scene()
+    async with scene.app.run_test(size=SIZE) as pilot:
+        await scene.chatting(pilot)
+        await exchange(scene, pilot, "one", "a")
+        await exchange(scene, pilot, "two", "b")
+        await pilot.press("tab", "up", "up", "r")
+        await scene.requested(pilot, 4)
+        await answer(scene, pilot, "again")
+        assert shown(scene) == ["one", "again"]
+        assert caption(scene.replies[-1]).startswith("2/2 · ")
+
+
+async def test_keys_go_through_messages_and_back_to_the_composer():
+    scene = Scene()
+    async with scene.app.run_test(size=SIZE) as pilot:
+        await scene.answered(pilot)
+        await pilot.press("tab")
+        assert isinstance(scene.app.focused, ReplyMessage)
+        await pilot.press("up")
+        assert isinstance(scene.app.focused, UserMessage)
+        await pilot.press("up", "escape")
+        assert scene.app.focused is composer_of(scene)
+        await pilot.press("tab", "down")
+        assert scene.app.focused is composer_of(scene)
+
+
+@pytest.fixture
+def copies(monkeypatch):
+    """What was copied through the terminal; there is no other clipboard."""
+    found: list[str] = []
+    monkeypatch.setattr("mira_app.clipboard.has_native_clipboard", lambda environ: False)
+    monkeypatch.setattr(MiraApp, "copy_to_clipboard", lambda self, text: found.append(text))
+    monkeypatch.setenv("SSH_CONNECTION", "1")
+    return found
+
+
+def toasts(scene: Scene) -> str:
+    return " ".join(toast.message for toast in scene.app._notifications)
+
+
+async def test_message_is_copied_sanitised_and_the_way_is_told(copies):
+    scene = Scene()
+    async with scene.app.run_test(size=SIZE) as pilot:
+        await scene.chatting(pilot)
+        await exchange(scene, pilot, "q", "plain \x1b[31mred")
+        await pilot.press("tab", "y")
+        await until(pilot, lambda: copies == ["plain red"])
+        await until(pilot, lambda: "OSC 52" in toasts(scene))
+
+
+async def test_one_code_block_is_copied_and_of_several_one_is_picked(copies):
+    scene = Scene()
+    async with scene.app.run_test(size=SIZE) as pilot:
+        await scene.chatting(pilot)
+        await exchange(scene, pilot, "q", "no code")
+        await pilot.press("tab", "Y")
+        await until(pilot, lambda: "no code block" in toasts(scene))
+        await pilot.press("escape")
+        await exchange(scene, pilot, "q", "```sh\nls\n```")
+        await pilot.press("tab", "Y")
+        await until(pilot, lambda: copies == ["ls"])
+        await pilot.press("escape")
+        await exchange(scene, pilot, "q", "```sh\nls\n```\nor\n```python\nx = 1\n```")
+        await pilot.press("tab", "Y")
+        await until(pilot, lambda: isinstance(scene.app.screen, CodePicker))
+        await pilot.press("down", "enter")
+        await until(pilot, lambda: copies == ["ls", "x = 1"])
+
+
+async def test_copy_that_fails_is_a_toast(monkeypatch):
+    def fail(*args, **options):
+        raise chat.ClipboardError("No clipboard.", hint="Use the mouse.")
+
+    monkeypatch.setattr(chat, "copy_text", fail)
+    scene = Scene()
+    async with scene.app.run_test(size=SIZE) as pilot:
+        await scene.answered(pilot)
+        await pilot.press("tab", "y")
+        await until(pilot, lambda: "Use the mouse." in toasts(scene))
+
+
+# -- long chats
+
+
+def chat_of(num_turns: int) -> StoredChat:
+    conversation = Conversation(system_prompt="be kind")
+    for index in range(num_turns // 2):
+        conversation = conversation.with_user(f"question {index}").with_reply(f"reply {index}")
+    return StoredChat(chat_id="long", title="long", model="builtin", conversation=conversation)
+
+
+async def open_chat(scene: Scene, pilot, num_turns: int) -> None:
+    await scene.chatting(pilot)
+    scene.controller.open_chat(chat_of(num_turns))
+    await scene.app.chat_screen.show_chat()
+    await settle(pilot)
+
+
+async def test_chat_of_500_turns_mounts_a_window_and_scrolls_to_its_start():
+    scene = Scene()
+    async with scene.app.run_test(size=SIZE) as pilot:
+        await open_chat(scene, pilot, 500)
+        messages = messages_of(scene)
+        assert [m.turn_id for m in messages.turns] == list(range(500 - WINDOW_TURNS, 500))
+        for _ in range(3):
+            first, anchor = messages.turns[0].turn_id, messages.turns[0]
+            messages.scroll_home(animate=False)
+            await until(pilot, lambda first=first: messages.turns[0].turn_id < first)
+            await until(pilot, lambda: messages._aim is None)
+            await settle(pilot)
+            assert len(messages.turns) <= WINDOW_TURNS + STEP_TURNS
+            assert messages.region.overlaps(anchor.region)  # what was read stays in sight
+        assert not messages.is_at_tail
+        await pilot.press("ctrl+end")
+        await until(pilot, lambda: messages.is_at_tail and messages.turns[-1].turn_id == 499)
+        await pilot.press("ctrl+home")
+        await until(pilot, lambda: messages.turns[0].turn_id == 0)
+        assert len(messages.turns) <= WINDOW_TURNS + STEP_TURNS
+
+
+async def test_jump_mounts_the_turn_on_its_branch_and_focuses_it():
+    scene = Scene()
+    async with scene.app.run_test(size=SIZE) as pilot:
+        await open_chat(scene, pilot, 500)
+        scene.controller.regenerate(498)
+        scene.client.deliver_done("another", STATS)
+        await until(pilot, lambda: scene.controller.can_send)
+        await scene.app.chat_screen.jump_to(499)
+        await until(pilot, lambda: focused_id(scene) == 499)
+        await scene.app.chat_screen.jump_to(100)
+        await until(pilot, lambda: focused_id(scene) == 100)
+        messages = messages_of(scene)
+        await until(pilot, lambda: messages._aim is None)
+        await settle(pilot)
+        assert messages.region.contains_region(scene.app.focused.region)
+        assert len(messages.turns) == WINDOW_TURNS
+        messages.scroll_end(animate=False)
+        await until(pilot, lambda: messages.turns[-1].turn_id > 110)
+
+
+async def test_reply_goes_on_while_the_start_is_read_and_is_whole_at_the_end():
+    scene = Scene()
+    async with scene.app.run_test(size=SIZE) as pilot:
+        await open_chat(scene, pilot, 100)
+        await scene.asking(pilot, "more")
+        scene.client.deliver_text("first part ", STATS)
+        await scene.poll(pilot)
+        await pilot.press("ctrl+home")
+        await until(pilot, lambda: messages_of(scene).turns[0].turn_id == 0)
+        scene.client.deliver_text("second part", STATS)
+        await scene.poll(pilot)
+        await pilot.press("ctrl+end")
+        await until(pilot, lambda: shown(scene)[-1] == "first part second part")
+        scene.client.deliver_done("first part second part", STATS)
+        await until(pilot, lambda: state_text(scene.app) == "ready")
+        await settle(pilot)
+        assert messages_of(scene).turns[-1].turn_id == 101
+
+
+# -- the composer
+
+
+async def test_history_keeps_the_draft():
+    scene = Scene()
+    async with scene.app.run_test(size=SIZE) as pilot:
+        await scene.chatting(pilot)
+        await exchange(scene, pilot, "one", "a")
+        await exchange(scene, pilot, "two\nlines", "b")
+        composer = composer_of(scene)
+        composer.insert("a draft")
+        await pilot.press("up")
+        assert composer.text == "two\nlines"
+        await pilot.press("up", "up")
+        assert composer.text == "one"
+        await pilot.press("down", "down")
+        assert composer.text == "a draft"
+        await pilot.press("down")
+        assert composer.text == "a draft"
+
+
+async def test_big_paste_is_a_pill_that_backspace_takes_whole():
+    scene = Scene()
+    async with scene.app.run_test(size=SIZE) as pilot:
+        await scene.chatting(pilot)
+        composer = composer_of(scene)
+        composer.post_message(Paste("a\nb\nc"))
+        await until(pilot, lambda: composer.text == "a\nb\nc")
+        composer.clear()
+        composer.post_message(Paste("line\r\n" * 20))
+        await until(pilot, lambda: composer.text == "[paste 1: 20 lines]")
+        await pilot.press("x", "backspace", "backspace")
+        assert composer.text == ""
+        composer.post_message(Paste("line\r" * 20))
+        await until(pilot, lambda: composer.text == "[paste 1: 20 lines]")
+        await pilot.press("x", "enter")
+        await scene.requested(pilot, 2)
+        sent = scene.client.requests[-1].messages[-1].content
+        assert sent == "\n".join(["line"] * 20) + "x"
+
+
+# -- settings of a chat
+
+
+async def test_chat_settings_are_checked_in_place_and_used_from_the_next_question_on():
+    scene = Scene()
+    async with scene.app.run_test(size=SIZE) as pilot:
+        await scene.chatting(pilot)
+        await pilot.press("f5")
+        await until(pilot, lambda: isinstance(scene.app.screen, ChatSettingsScreen))
+        screen = scene.app.screen
+        screen.query_one("#system").text = "be brief"
+        screen.query_one("#temperature").value = "hot"
+        await until(pilot, lambda: screen.query_one("#about-temperature").has_class("-error"))
+        assert str(screen.query_one("#about-temperature").content) == "Give a number."
+        await pilot.press("ctrl+s")
+        assert scene.app.screen is screen
+        screen.query_one("#temperature").value = "0.7"
+        screen.query_one("#seed").value = "7"
+        screen.query_one("#max_new_tokens").value = ""
+        await pilot.press("ctrl+s")
+        await until(pilot, lambda: isinstance(scene.app.screen, ChatScreen))
+        await scene.asking(pilot, "q")
+        request = scene.client.requests[-1]
+        assert request.messages[0].content == "be brief"
+        assert request.sampling == api.SamplingConfig(temperature=0.7, seed=7)
+
+
+@pytest.mark.parametrize(("key", "name"), [("f2", "settings"), ("f3", "history")])
+async def test_keys_ask_for_the_other_screens(monkeypatch, key, name):
+    scene, posted = Scene(), asyncio.Event()
+    handler = f"on_chat_screen_{name}_wanted"
+    monkeypatch.setattr(MiraApp, handler, lambda self: posted.set(), raising=False)
+    async with scene.app.run_test(size=SIZE) as pilot:
+        await scene.chatting(pilot)
+        await pilot.press(key)
+        async with asyncio.timeout(WAIT_S):
+            await posted.wait()
