@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 
 import pytest
 from app_fakes import FakeCatalog, fake_engine_command
-from app_scenes import STATS, WAIT_S, Scene, settle, state_text, until
+from app_scenes import STATS, Scene, settle, state_text, until
 from fake_engine import THOUGHTS
 from mira_app.controller import ChatController
 from mira_app.conversation import Conversation, TurnStatus
@@ -466,15 +465,3 @@ async def test_chat_settings_are_checked_in_place_and_used_from_the_next_questio
         request = scene.client.requests[-1]
         assert request.messages[0].content == "be brief"
         assert request.sampling == api.SamplingConfig(temperature=0.7, seed=7)
-
-
-@pytest.mark.parametrize(("key", "name"), [("f2", "settings"), ("f3", "history")])
-async def test_keys_ask_for_the_other_screens(monkeypatch, key, name):
-    scene, posted = Scene(), asyncio.Event()
-    handler = f"on_chat_screen_{name}_wanted"
-    monkeypatch.setattr(MiraApp, handler, lambda self: posted.set(), raising=False)
-    async with scene.app.run_test(size=SIZE) as pilot:
-        await scene.chatting(pilot)
-        await pilot.press(key)
-        async with asyncio.timeout(WAIT_S):
-            await posted.wait()

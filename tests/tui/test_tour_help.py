@@ -178,7 +178,7 @@ async def test_palette_lists_actions_models_chats_and_our_themes(paths):
         await until(pilot, lambda: len(found(app.screen)) >= 20)
         lines = found(app.screen)
         wanted = [
-            "Again", "Chats", "Controls", "Details", "Help", "Models", "New", "Panels", "Quit",
+            "Retry", "Chats", "Controls", "Details", "Help", "Models", "New", "Panels", "Quit",
             "Panels wider", "Tour", "Theme: mira-light", "Theme: terminal",
             "Model: Built-in model", "Model: OLMoE-1B-7B", "Chat: about routers",
         ]  # fmt: skip
@@ -242,7 +242,7 @@ async def test_footer_shows_the_keys_that_matter_in_eighty_columns(monkeypatch):
         await chatting(app, pilot)
         await settle(pilot)
         keys = {key.description: key for key in app.screen.query(FooterKey)}
-        wanted = {"Stop", "Again", "New", "Models", "Help", "Controls", "Chats", "Quit"}
+        wanted = {"Stop", "Retry", "New", "Models", "Help", "Controls", "Chats", "Quit"}
         assert wanted <= set(keys)
         assert all(keys[name].region.right <= 80 for name in wanted)
         assert "Details" not in keys

@@ -371,7 +371,7 @@ def run_app(
     *,
     store: HistoryStore | None,
     paths: AppPaths,
-    desk: ModelDesk,
+    desk: ModelDesk | None = None,
     problems: Sequence[MiraError] = (),
 ) -> None:
     """Runs the app until it is left; the mouse is taken unless the settings say otherwise."""
