@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 from mira_app.machines import find_machine
-from mira_engine.config import EngineConfig, MemoryAmount
+from mira_engine.config import EngineConfig, LinkConfig, MemoryAmount
 from mira_engine.engine import Engine
 from mira_engine.errors import BudgetError, UnsupportedModelError
 from mira_engine.events import MemoryPlan, PlanMade, PlanModel
@@ -75,6 +75,22 @@ def test_verdicts_of_known_sizes_are_sane(shared_inputs, tmp_path):
     assert speculative.plan.draft_bytes == 0
     resident = made_for(configs / "DeepSeek-V2-Lite", tmp_path, "rtx-3090")
     assert chosen_of(resident).plan.mode is CacheMode.RESIDENT
+
+
+def test_emulated_link_is_what_is_planned_with(shared_inputs, tmp_path):
+    folder = shared_inputs / "data/configs" / "OLMoE-1B-7B"
+    if not folder.is_dir():
+        pytest.skip("no configurations")
+    held = made_for(
+        folder,
+        tmp_path,
+        None,
+        link=LinkConfig(bytes_per_s=1e6),
+        budget=MemoryAmount(share=0.2),
+    )
+    free = made_for(folder, tmp_path, None, budget=MemoryAmount(share=0.2))
+    assert held.machine.link_bytes_per_s == 1e6 < free.machine.link_bytes_per_s
+    assert chosen_of(held).tpot_s > 10 * chosen_of(free).tpot_s
 
 
 def test_model_that_no_use_of_the_memory_fits_is_refused_with_the_missing_bytes(
