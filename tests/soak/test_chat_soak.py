@@ -18,6 +18,7 @@ from mira_engine.config import EngineConfig, MemoryAmount, SamplingConfig
 from mira_engine.engine import Engine
 from mira_engine.events import ChatMessage
 from mira_engine.library import ModelLibrary
+from mira_engine.model.chat import load_tokenizer
 from mira_engine.types import CachePolicy, ComputeDtype, FinishReason
 
 NUM_TURNS = int(os.environ.get("MIRA_SOAK_TURNS", "200"))
@@ -79,6 +80,7 @@ def test_many_turns_with_stops_neither_drift_nor_grow(
         )
         return Engine.load(home, config, cache_dir=native_cache)
 
+    tokenizer = load_tokenizer(home.backbone_dir)
     whole, tight = load(4.0, num_draft_tokens=0), load(0.6, **WAYS[way])
     choose, chat = random.Random(5), []
     warm_bytes = num_stopped = 0
@@ -95,7 +97,7 @@ def test_many_turns_with_stops_neither_drift_nor_grow(
         shared = min(len(tokens), len(expected))
         assert tokens[:shared] == expected[:shared], f"turn {number}"
         assert shared == len(expected) or is_stopped
-        text = tight._tokenizer.decode(expected[:shared], skip_special_tokens=True)
+        text = tokenizer.decode(expected[:shared], skip_special_tokens=True)
         chat.append(ChatMessage(role="assistant", content=text))
         residency = tight.executor.driver.residency
         assert not any(map(residency.is_pinned, range(residency.num_slots)))
