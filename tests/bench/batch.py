@@ -36,6 +36,7 @@ from mira_engine.config import EngineConfig, LinkConfig, MemoryAmount, SamplingC
 from mira_engine.engine import Engine
 from mira_engine.library import ModelLibrary
 from mira_engine.model.experts import stamp
+from mira_engine.model.chat import load_tokenizer
 from mira_engine.prepare import prepare
 from mira_engine.runtime.requests import RequestResult
 from mira_engine.types import CompileMode, Phase, Precision
@@ -105,10 +106,11 @@ class Row:
 
 def prefixes(engine: Engine, num_prompts: int, num_tokens: int) -> list[list[int]]:
     """Returns token lists of one length, all different."""
+    tokenizer = load_tokenizer(engine.home.backbone_dir)
     made = []
     for number in range(num_prompts):
         opening, subject = OPENINGS[number % len(OPENINGS)], SUBJECTS[number // len(OPENINGS)]
-        ids = engine._tokenizer(" ".join([opening.format(subject)] * 4))["input_ids"]
+        ids = tokenizer(" ".join([opening.format(subject)] * 4))["input_ids"]
         made.append(ids[:num_tokens])
     return made
 
