@@ -35,8 +35,8 @@ from mira_app.paths import cache_dir, data_dir
 from mira_engine.config import EngineConfig, LinkConfig, MemoryAmount, SamplingConfig
 from mira_engine.engine import Engine
 from mira_engine.library import ModelLibrary
-from mira_engine.model.experts import stamp
 from mira_engine.model.chat import load_tokenizer
+from mira_engine.model.experts import stamp
 from mira_engine.prepare import prepare
 from mira_engine.runtime.requests import RequestResult
 from mira_engine.types import CompileMode, Phase, Precision
