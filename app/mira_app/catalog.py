@@ -130,7 +130,7 @@ class LibraryCatalog:
         return tuple(listed.values())
 
     def find(self, model: str, precision: Precision) -> CatalogEntry:
-        """Returns one model.
+        """Returns one model; a folder of the menu also where it is gone.
 
         Raises:
             UnknownModelError: No such model or folder, and no name of a repository.
@@ -138,7 +138,7 @@ class LibraryCatalog:
         try:
             return self._entry(self._library.resolve(model), precision)
         except UnknownModelError:
-            if is_repo_name(model):
+            if self._is_added(model):
                 return self._unprepared(model, precision)
             raise
 
