@@ -120,10 +120,10 @@ class LibraryCatalog:
         self._sizes: dict[tuple[str, tuple[Precision, ...]], int] = {}
 
     def entries(self, precision: Precision) -> tuple[CatalogEntry, ...]:
-        """Returns the built-in model, the installed ones, what was added, then the catalog."""
-        builtin = self._library.resolve(BUILTIN)
-        homes = [builtin, *(home for home in self._library.installed() if not home.is_builtin)]
-        listed = {_key(home.name): self._entry(home, precision) for home in homes}
+        """Returns the built-in model, those that something was made for, what was added, then
+        the catalog.
+        """
+        listed = {_key(home.name): self._entry(home, precision) for home in self._library.homes()}
         for name in (*self._added(), *load_models()):
             if _key(name) not in listed:
                 listed[_key(name)] = self._unprepared(name, precision)
