@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from mira_app import cli
+from mira_app import cli, wiring
 from mira_app.chat_files import export_chat, free_path, read_chats, replace_old, write_new
 from mira_app.conversation import Conversation, TurnStatus
 from mira_app.export import ImportFormatError, from_jsonl, from_markdown, to_jsonl, to_markdown
@@ -133,6 +133,17 @@ def test_export_without_chats_says_so(invoke):
     done = invoke("export", "last")
     assert done.exit_code == 2
     assert "There is no chat yet." in done.stderr
+
+
+def test_history_tells_at_its_end_what_happened_meanwhile(store, capsys):
+    with wiring.opened_history() as ours:
+        chat = ours.load("aa11")
+        theirs = dataclasses.replace(chat, conversation=chat.conversation.with_user("theirs"))
+        store.save(theirs)
+        ours.save(dataclasses.replace(chat, conversation=chat.conversation.with_user("ours")))
+        assert capsys.readouterr().err == ""
+    assert capsys.readouterr().err.startswith("note: Another app went on with this chat too")
+    assert len(store.chats()) == 4
 
 
 # -- import
