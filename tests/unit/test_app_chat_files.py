@@ -208,6 +208,8 @@ def test_new_file_never_takes_the_place_of_one_that_is_there(tmp_path):
     (tmp_path / "a.md").write_text("mine")
     with pytest.raises(HistoryError, match="there already"):
         write_new(tmp_path / "a.md", "other")
+    with pytest.raises(HistoryError, match="there already"):
+        export_chat(stored_chat("aa11"), tmp_path / "a.md")
     assert (tmp_path / "a.md").read_text() == "mine"
 
 
