@@ -1,23 +1,21 @@
 """Fakes for the app's tests: a catalog, a client without a process, the fake engine's command.
 
 `python app_fakes.py MARKER MODE,MODE ARG...` runs the real command line against the fake
-engine; the model counts as ready once the file MARKER exists. Chats are kept beside it.
+engine; the model counts as ready once the file MARKER exists. Chats are kept beside it,
+unless MIRA_CHAT_DATA_DIR names another place.
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import itertools
-import json
-import pickle
+import os
 import sys
 from pathlib import Path
 
 from mira_app.catalog import CatalogEntry
-from mira_app.conversation import Conversation
 from mira_app.engine_call import EngineCall
 from mira_app.engine_client import EngineClient
+from mira_app.paths import DATA_DIR_VARIABLE
 from mira_app.stored_chat import StoredChat
 from mira_engine import api
 
@@ -60,102 +58,34 @@ class FakeCatalog:
         raise api.UnknownModelError(f"There is no model {model!r}.", hint="Try builtin.")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FakeStoredChat:
-    chat_id: str
-    title: str = ""
-    model: str = ""
-    conversation: Conversation
-    sampling: api.SamplingConfig | None = None
-    updated_at: int = 0
+class FakeShelf(FakeCatalog):
+    """Knows a third model, of 3 MiB, until it is removed: then a file is there."""
 
-
-class FakeHistoryStore:
-    """Chats in a folder, pickled; stands in for the history of the command line."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.last_chat_id: str | None = None
-        self.is_full = False
-
-    def open(self) -> list[str]:
-        self.folder.mkdir(exist_ok=True)
-        last = self.folder / "last"
-        self.last_chat_id = last.read_text() if last.exists() else None
-        return []
-
-    def chats(self) -> list[FakeStoredChat]:
-        return [self.load(path.stem) for path in sorted(self.folder.glob("*.chat"))]
-
-    def load(self, chat_id: str) -> FakeStoredChat:
-        return FakeStoredChat(**pickle.loads((self.folder / f"{chat_id}.chat").read_bytes()))
-
-    def add(self, chats: list[FakeStoredChat]) -> list[str]:
-        known = {chat.chat_id for chat in self.chats()}
-        return [self.save(chat) for chat in chats if chat.chat_id not in known]
-
-    def save(self, chat: FakeStoredChat) -> str:
-        if self.is_full:
-            raise api.DiskSpaceError("The disk is full.")
-        names = [field.name for field in dataclasses.fields(chat)]
-        fields = {name: getattr(chat, name) for name in names}
-        (self.folder / f"{chat.chat_id}.chat").write_bytes(pickle.dumps(fields))
-        return chat.chat_id
-
-    def set_last_chat(self, chat_id: str) -> None:
-        (self.folder / "last").write_text(chat_id)
-
-    def close(self) -> None:
-        pass
-
-
-class FakeExport:
-    """One line for a chat: its id, then its questions and replies."""
-
-    @staticmethod
-    def to_jsonl(chats) -> str:
-        return "".join(
-            json.dumps({"id": chat.chat_id, "texts": [t.content for t in chat.conversation.turns]})
-            + "\n"
-            for chat in chats
-        )
-
-    @staticmethod
-    def to_markdown(chat) -> str:
-        return f"# {chat.title}\n"
-
-    @staticmethod
-    def from_jsonl(text: str) -> list[FakeStoredChat]:
-        return [
-            FakeStoredChat(
-                chat_id=json.loads(line)["id"],
-                conversation=Conversation().with_user(json.loads(line)["texts"][0]),
-            )
-            for line in text.splitlines()
-        ]
-
-    @staticmethod
-    def from_markdown(text: str) -> FakeStoredChat:
-        if not text.startswith("# "):
-            raise ValueError("it has no title")
-        return FakeStoredChat(chat_id="read", title=text[2:], conversation=Conversation())
-
-
-class FakeLibrary:
-    """One model of 3 MiB, until it is removed: then a file is there."""
-
-    def __init__(self, removed: Path) -> None:
+    def __init__(self, removed: Path, *, marker: Path | None = None) -> None:
+        super().__init__(marker=marker)
         self.removed = removed
 
-    def disk_bytes(self, name: str) -> int:
-        if name != "owner/moe":
-            raise api.UnknownModelError(f"There is no model {name!r}.", hint="See models.")
-        return 0 if self.removed.exists() else 3 * 2**20
+    def find(self, model: str, precision: api.Precision) -> CatalogEntry:
+        if model != "owner/moe":
+            return super().find(model, precision)
+        is_here = self.disk_bytes(model) > 0
+        return CatalogEntry(
+            model=model, title="MoE", about="", is_ready=is_here, is_removable=is_here
+        )
 
-    def remove(self, name: str) -> int:
-        freed = self.disk_bytes(name)
+    def disk_bytes(self, model: str) -> int:
+        return 0 if model != "owner/moe" or self.removed.exists() else 3 * 2**20
+
+    def remove(self, model: str) -> int:
+        freed = self.disk_bytes(model)
         self.removed.touch()
         return freed
+
+    def add(self, name: str) -> str:
+        return name
+
+    def free_bytes(self) -> int:
+        return 2**40
 
 
 class PatientEngineClient(EngineClient):
@@ -267,20 +197,12 @@ def main() -> None:
 
     marker, modes = Path(sys.argv[1]), [mode for mode in sys.argv[2].split(",") if mode]
     sys.argv = ["mira-chat", *sys.argv[3:]]
-    wiring.make_catalog = lambda: FakeCatalog(marker=marker)
+    os.environ.setdefault(DATA_DIR_VARIABLE, str(marker.parent))
+    wiring.make_catalog = lambda: FakeShelf(marker.parent / "removed", marker=marker)
     wiring.make_client = lambda: PatientEngineClient(
         fake_engine_command(f"marker={marker}", *modes), log_dir=marker.parent / "logs"
     )
-    wiring.make_library = lambda: FakeLibrary(marker.parent / "removed")
-    wiring.opened_history = contextlib.contextmanager(lambda: _fake_history(marker.parent))
-    wiring.export_module = lambda store: FakeExport
     cli.main()
-
-
-def _fake_history(folder: Path):
-    store = FakeHistoryStore(folder / "chats")
-    store.open()
-    yield store, FakeStoredChat
 
 
 if __name__ == "__main__":

@@ -29,6 +29,11 @@ os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 
+# What the person who runs the tests has chosen for their own chats must not decide them.
+for _variable in [name for name in os.environ if name.startswith("MIRA_CHAT_")]:
+    del os.environ[_variable]
+os.environ["MIRA_CHAT_CONFIG"] = str(REPOSITORY / "tests" / "no-such-settings.toml")
+
 # An example may take as long as a busy machine makes it.
 hypothesis.settings.register_profile(
     "any-speed",
@@ -75,6 +80,7 @@ def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "data"
     folder.mkdir()
     monkeypatch.setenv("MIRA_CHAT_DATA_DIR", str(folder))
+    monkeypatch.setenv("MIRA_CHAT_CONFIG", str(tmp_path / "config.toml"))
     monkeypatch.setenv("MIRA_CHAT_COMPILE", "off")
     for variable in ("XDG_CONFIG_HOME", "XDG_STATE_HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME"):
         monkeypatch.setenv(variable, str(tmp_path / variable.lower()))

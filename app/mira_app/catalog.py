@@ -122,17 +122,17 @@ class LibraryCatalog:
         self._sizes: dict[tuple[str, tuple[Precision, ...]], int] = {}
 
     def entries(self, precision: Precision) -> tuple[CatalogEntry, ...]:
-        """Returns the built-in model, the installed ones, what was added, then the catalog."""
-        builtin = self._library.resolve(BUILTIN)
-        homes = [builtin, *(home for home in self._library.installed() if not home.is_builtin)]
-        listed = {_key(home.name): self._entry(home, precision) for home in homes}
+        """Returns the built-in model, those that something was made for, what was added, then
+        the catalog.
+        """
+        listed = {_key(home.name): self._entry(home, precision) for home in self._library.homes()}
         for name in (*self._added(), *load_models()):
             if _key(name) not in listed:
                 listed[_key(name)] = self._unprepared(name, precision)
         return tuple(listed.values())
 
     def find(self, model: str, precision: Precision) -> CatalogEntry:
-        """Returns one model.
+        """Returns one model; a folder of the menu also where it is gone.
 
         Raises:
             UnknownModelError: No such model or folder, and no name of a repository.
@@ -140,7 +140,7 @@ class LibraryCatalog:
         try:
             return self._entry(self._library.resolve(model), precision)
         except UnknownModelError:
-            if is_repo_name(model):
+            if self._is_added(model):
                 return self._unprepared(model, precision)
             raise
 

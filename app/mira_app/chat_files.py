@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from .atomic_file import UnwritableFileError, replace_file
 from .export import ImportFormatError, from_jsonl, from_markdown, to_jsonl, to_markdown
 from .stored_chat import HistoryError, StoredChat
 
@@ -12,6 +13,7 @@ MARKDOWN_SUFFIXES = (".md", ".markdown")
 JSONL_SUFFIX = ".jsonl"
 
 _MAX_NAME_CHARS = 48
+_OTHER_FOLDER = "Choose another folder."
 
 
 def export_chat(chat: StoredChat, path: Path) -> None:
@@ -53,8 +55,20 @@ def write_new(path: Path, text: str) -> None:
         raise _cannot_write(path, error) from error
 
 
+def replace_old(path: Path, text: str) -> None:
+    """Writes a file in place of one that is there; the old one stays where that fails.
+
+    Raises:
+        HistoryError: It cannot be written.
+    """
+    try:
+        replace_file(path, text)
+    except UnwritableFileError as error:
+        raise HistoryError(error.message, hint=_OTHER_FOLDER) from None
+
+
 def read_chats(path: Path) -> tuple[StoredChat, ...]:
-    """Reads an exported file, JSONL or Markdown by what is in it.
+    """Reads an exported file.
 
     Raises:
         HistoryError: The file cannot be read.
@@ -64,6 +78,15 @@ def read_chats(path: Path) -> tuple[StoredChat, ...]:
         stored = path.read_bytes()
     except OSError as error:
         raise HistoryError(f"{path} cannot be read: {error.strerror}.") from error
+    return parse_chats(stored)
+
+
+def parse_chats(stored: bytes) -> tuple[StoredChat, ...]:
+    """Reads what an exported file holds, JSONL or Markdown by what is in it.
+
+    Raises:
+        ImportFormatError: It is no export; names the line.
+    """
     try:
         text = stored.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
@@ -83,6 +106,4 @@ def free_path(folder: Path, title: str, suffix: str = ".md") -> Path:
 
 
 def _cannot_write(path: Path, error: OSError) -> HistoryError:
-    return HistoryError(
-        f"{path} cannot be written: {error.strerror or error}.", hint="Choose another folder."
-    )
+    return HistoryError(f"{path} cannot be written: {error.strerror or error}.", hint=_OTHER_FOLDER)

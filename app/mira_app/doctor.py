@@ -27,8 +27,10 @@ from mira_engine.api import (
 )
 
 from .engine_client import EngineClient
+from .paths import CONFIG_VARIABLE, DATA_DIR_VARIABLE
 from .sanitise import sanitise
 from .settings import Settings
+from .settings_file import OpenedSettings
 
 _MIN_COLUMNS, _MIN_LINES = 60, 15
 """Below this the screens are cramped."""
@@ -99,13 +101,28 @@ def _folder(what: str, folder: Path) -> MachineFact:
     nearest = folder
     while not nearest.exists() and nearest != nearest.parent:
         nearest = nearest.parent
+    variable = CONFIG_VARIABLE if what == "settings-folder" else DATA_DIR_VARIABLE
     is_usable = nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
     return MachineFact(
         code=what,
         text=str(folder) if is_usable else f"{folder} cannot be written",
         mark=FactMark.OK if is_usable else FactMark.PROBLEM,
-        hint="" if is_usable else "Let this account write there, or set MIRA_CHAT_DATA_DIR.",
+        hint="" if is_usable else f"Let this account write there, or set {variable}.",
     )
+
+
+def settings_facts(opened: OpenedSettings) -> Iterator[MachineFact]:
+    """Yields whether the settings file can be used, each mistake in it by itself."""
+    if not opened.problems:
+        state = "" if opened.file.is_there else "none, so all settings have their defaults: "
+        yield MachineFact(code="settings", text=f"{state}{opened.file.path}")
+    for problem in opened.problems:
+        yield MachineFact(
+            code="settings",
+            text=problem.message,
+            mark=FactMark.PROBLEM,
+            hint=problem.hint or "Mend the file; mira-chat config shows what is in force.",
+        )
 
 
 def engine_facts(

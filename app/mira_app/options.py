@@ -26,11 +26,17 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 Plain = Annotated[bool, typer.Option("--plain", help="Plain lines: no bars, no colours.")]
 ModelArgument = Annotated[
     str | None,
-    typer.Argument(metavar="MODEL", help="`builtin`, or a folder; the chosen model without it."),
+    typer.Argument(
+        metavar="MODEL",
+        help="`builtin`, `owner/name` of the hub, or a folder; the chosen model without it.",
+    ),
 ]
 
 OPTIONS: dict[str, Any] = {
-    "model": Annotated[str | None, option("--model", metavar="M", help="`builtin`, or a folder.")],
+    "model": Annotated[
+        str | None,
+        option("--model", metavar="M", help="`builtin`, `owner/name` of the hub, or a folder."),
+    ],
     "budget": Annotated[
         str | None,
         option(

@@ -61,7 +61,7 @@ def read_settings_file(path: Path) -> SettingsFile:
     except UnicodeDecodeError:
         problem = ConfigError(f"{path} is not UTF-8 text.", hint="Save it as UTF-8.")
     except tomllib.TOMLDecodeError as error:
-        problem = _syntax_problem(path, str(error))
+        problem = _syntax_problem(path, text, str(error))
     except RecursionError:
         problem = ConfigError(f"{path} is nested too deeply.", hint="Settings are two levels deep.")
     else:
@@ -69,9 +69,12 @@ def read_settings_file(path: Path) -> SettingsFile:
     return SettingsFile(path=path, is_there=True, problems=(problem,))
 
 
-def _syntax_problem(path: Path, said: str) -> ConfigError:
+def _syntax_problem(path: Path, text: str, said: str) -> ConfigError:
     found = _SYNTAX_PLACE.match(said)
     place = f", {found['place']}" if found else ""
+    if found and not found["place"].startswith("line"):
+        lines = text.split("\n")
+        place = f", line {len(lines)}, column {len(lines[-1]) + 1} (the end)"
     what = found["what"] if found else said
     hint = 'Write name = value; texts stand in quotes: theme = "terminal".'
     return ConfigError(f"{path}{place} is not TOML: {what}.", hint=hint)

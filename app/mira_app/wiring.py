@@ -1,4 +1,4 @@
-"""What commands are put together from: client, catalog, library, history, settings.
+"""What commands are put together from: client, catalog, history, settings.
 
 One place, so that each command names only what it needs, and so that a test or another
 front end can put something else in. Nothing is started or opened before it is used.
@@ -11,11 +11,11 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from .answer import Answerer
-    from .catalog import Catalog
+    from .catalog import Shelf
     from .engine_client import EngineClient
     from .history import HistoryStore
     from .options import Flags
@@ -34,36 +34,36 @@ def make_client() -> EngineClient:
     return EngineClient(command, log_dir=log_dir())
 
 
-def make_catalog() -> Catalog:
-    """Makes the catalog of the platform's data directory."""
+def make_catalog() -> Shelf:
+    """Makes the catalog of the platform's data directory; models can be removed by it."""
     from .catalog import LibraryCatalog
     from .paths import data_dir
 
     return LibraryCatalog(data_dir())
 
 
-def make_library() -> Any:
-    """Makes the library of installed models: `remove` and `disk_bytes`, by name."""
-    from mira_engine.api import ModelLibrary
-
-    from .paths import data_dir
-
-    return ModelLibrary(data_dir())
-
-
 @contextlib.contextmanager
 def opened_history() -> Iterator[HistoryStore]:
-    """The store of chats, open; what it has to say about its file goes to standard error."""
+    """The store of chats, open; what it has to say about its file goes to standard error.
+
+    Raises:
+        MiraError: The settings file cannot be used, or there can be no history here.
+    """
     from .history import HistoryStore
     from .paths import history_path
 
     store = HistoryStore(history_path(os.environ, read_settings({}).interface.history_path))
     try:
-        for notice in store.open():
-            print(f"note: {notice}", file=sys.stderr)
+        _note(store.open())
         yield store
     finally:
         store.close()
+        _note(store.take_notices())
+
+
+def _note(texts: list[str]) -> None:
+    for text in texts:
+        print(f"note: {text}", file=sys.stderr)
 
 
 def read_settings(flags: Flags) -> Settings:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from app_fakes import FakeHistoryStore
 from e2e.terminal import Terminal
+from mira_app.history import HistoryStore
+from mira_app.paths import history_path
+from mira_app.stored_chat import StoredChat
 
 PROGRAM = Path(__file__).parents[1] / "app_fakes.py"
 TIMEOUT_S = 30
@@ -17,6 +20,20 @@ TIMEOUT_S = 30
 
 def command(folder: Path, *args: str, modes: str = "") -> list[str]:
     return [sys.executable, str(PROGRAM), str(folder / "marker"), modes, *args]
+
+
+@pytest.fixture(autouse=True)
+def _own_files(data_dir: Path) -> None:
+    """No test meets the chats or settings of whoever runs it."""
+
+
+def stored_chats() -> list[StoredChat]:
+    store = HistoryStore(history_path(os.environ))
+    assert store.open() == []
+    try:
+        return [store.load(each.chat_id) for each in store.chats()]
+    finally:
+        store.close()
 
 
 @pytest.fixture
@@ -35,7 +52,7 @@ def begin(tmp_path) -> Iterator:
         terminal.close()
 
 
-def test_first_question_is_stopped_and_the_next_one_goes_on(begin, tmp_path):
+def test_first_question_is_stopped_and_the_next_one_goes_on(begin):
     terminal = begin("chat", "--plain", modes="slow")
     terminal.wait_for("Fake MoE is ready.", "you>")
     terminal.type("what is a cache?\r")
@@ -46,8 +63,7 @@ def test_first_question_is_stopped_and_the_next_one_goes_on(begin, tmp_path):
     terminal.wait_for("8.0 tok/s")
     terminal.press("ctrl+d")
     assert terminal.wait_exit() == 0
-    store = FakeHistoryStore(tmp_path / "chats")
-    (stored,) = store.chats()
+    (stored,) = stored_chats()
     question, reply = stored.conversation.turns
     assert question.content == "what is a cache?"
     assert reply.content.startswith("A cache keeps")
@@ -72,14 +88,14 @@ def test_terminal_that_draws_nothing_gets_the_plain_chat_with_no_sequences(begin
     assert terminal.wait_exit() == 0
 
 
-def test_chat_is_continued_by_itself_and_by_its_id(begin, tmp_path):
+def test_chat_is_continued_by_itself_and_by_its_id(begin):
     terminal = begin("chat", "--plain", modes="echo")
     terminal.wait_for("you>")
     terminal.type("one\r")
     terminal.wait_for("user: one")
     terminal.press("ctrl+d")
     assert terminal.wait_exit() == 0
-    (stored,) = FakeHistoryStore(tmp_path / "chats").chats()
+    (stored,) = stored_chats()
     for args in (("--continue",), (stored.chat_id[:6],)):
         again = begin("chat", "--plain", *args, modes="echo")
         again.wait_for("you: one", "you>")
@@ -87,7 +103,7 @@ def test_chat_is_continued_by_itself_and_by_its_id(begin, tmp_path):
         again.wait_for("assistant: user: one", "user: two")
         again.press("ctrl+d")
         assert again.wait_exit() == 0
-    (stored,) = FakeHistoryStore(tmp_path / "chats").chats()
+    (stored,) = stored_chats()
     assert len(stored.conversation.turns) == 6
 
 
@@ -131,6 +147,20 @@ def test_engine_killed_mid_reply_is_replaced_and_the_chat_goes_on(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout == "A cache keeps **hot** \nA cache keeps **hot** things near.\n"
     assert "SIGKILL" in done.stderr
+
+
+def test_damaged_history_is_set_aside_and_told_and_the_chat_goes_on(tmp_path, data_dir):
+    history_path(os.environ).write_text("no database" * 1000)
+    done = subprocess.run(
+        command(tmp_path, "chat", "--plain"),
+        input="one\n", capture_output=True, text=True, timeout=TIMEOUT_S,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("note: ")
+    (aside,) = [path for path in data_dir.iterdir() if path.read_bytes().startswith(b"no data")]
+    assert aside.name in done.stderr
+    (stored,) = stored_chats()
+    assert stored.conversation.turns[0].content == "one"
 
 
 def test_chat_that_is_not_there_is_wrong_usage(tmp_path):

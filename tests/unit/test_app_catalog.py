@@ -27,7 +27,6 @@ from mira_engine.checkpoint.architecture import load_config, meta_model
 from mira_engine.checkpoint.experts import find_expert_modules
 from mira_engine.checkpoint.files import BACKBONE_MARKER, MANIFEST_FILE
 from mira_engine.checkpoint.formats import make_format
-from mira_engine.library import ModelLibrary
 
 OLMOE = "allenai/OLMoE-1B-7B-0924-Instruct"
 NESTED = api.Precision.NESTED
@@ -45,24 +44,9 @@ VERIFIED = {
 PLANNABLE = [model for model in load_models().values() if model.config]
 
 
-class FakeLibrary(ModelLibrary):
-    """The engine's library, with removal as it is going to be."""
-
-    removed: tuple[str, ...] = ()
-
-    def disk_bytes(self, name: str) -> int:
-        self.resolve(name)
-        return 3 * GIB
-
-    def remove(self, name: str) -> int:
-        self.resolve(name)
-        self.removed = (*self.removed, name)
-        return 3 * GIB
-
-
 @pytest.fixture
 def catalog(tmp_path):
-    return LibraryCatalog(tmp_path / "data", FakeLibrary(tmp_path / "data"))
+    return LibraryCatalog(tmp_path / "data")
 
 
 def make_folder(tmp_path: Path, name: str = "my-moe") -> Path:
@@ -204,6 +188,16 @@ def test_added_repository_is_listed_once_and_can_be_removed(catalog, tmp_path):
     assert "Somebody/Some-MoE" not in [entry.model for entry in catalog.entries(NESTED)]
 
 
+def test_added_folder_that_is_gone_is_found_and_can_be_removed(catalog, tmp_path):
+    folder = make_folder(tmp_path)
+    name = catalog.add(str(folder))
+    (folder / "config.json").unlink()
+    assert catalog.find(name, NESTED).is_removable
+    catalog.remove(name)
+    with pytest.raises(api.UnknownModelError):
+        catalog.find(name, NESTED)
+
+
 def test_added_folder_without_a_model_is_refused(catalog, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(api.UnknownModelError, match=r"config\.json"):
@@ -212,7 +206,7 @@ def test_added_folder_without_a_model_is_refused(catalog, tmp_path):
 
 def test_added_model_on_a_disk_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").touch()
-    catalog = LibraryCatalog(tmp_path / "file", FakeLibrary(tmp_path / "file"))
+    catalog = LibraryCatalog(tmp_path / "file")
     with pytest.raises(api.PrepareError):
         catalog.add("owner/name")
 
@@ -227,8 +221,10 @@ def test_damaged_list_of_added_models_is_empty(catalog, tmp_path, text):
 def test_removed_model_frees_what_the_library_says(catalog, tmp_path):
     folder = make_folder(tmp_path)
     prepare(catalog, folder, "nested")
-    assert catalog.disk_bytes(str(folder)) == catalog.remove(str(folder)) == 3 * GIB
-    assert catalog._library.removed == (str(folder),)
+    assert catalog.disk_bytes(str(folder)) == catalog.remove(str(folder)) > 1000
+    assert catalog.disk_bytes(str(folder)) == 0
+    assert (folder / "config.json").exists()
+    assert str(folder) not in [entry.model for entry in catalog.entries(NESTED)]
 
 
 def test_free_bytes_of_a_directory_that_does_not_exist_yet(catalog):

@@ -11,14 +11,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from app_fakes import FakeLibrary
+from app_fakes import FakeShelf
 from mira_app import cli, wiring
-from mira_app.catalog import CatalogEntry
+from mira_app.catalog import CatalogEntry, ModelState
 from mira_app.commands import COMMANDS
 from mira_app.model_list import model_lines, models_json
 from mira_app.options import CHAT_SETTINGS, OPTIONS, takes_settings
 from mira_app.progress import LineProgress, duration_text
 from mira_app.settings import load_settings
+from mira_assets.models import load_models
 from mira_engine import api
 from typer.testing import CliRunner
 
@@ -140,33 +141,58 @@ def test_takes_settings_puts_options_where_flags_stood_and_hands_them_on():
 # -- models -----------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Facts:
-    num_experts: int = 64
-    download_bytes: int = 5 * 2**30
+def entry(**fields) -> CatalogEntry:
+    return CatalogEntry(
+        **{"model": "builtin", "title": "A", "about": "b", "is_ready": False} | fields
+    )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RichEntry(CatalogEntry):
-    state: api.FinishReason = api.FinishReason.LENGTH
-    facts: Facts | None = None
-    prepared_bytes: int | None = 3 * 2**20
-    license: str = ""
+def last_line(**fields) -> str:
+    return list(model_lines([entry(**fields)], api.Precision.INT8))[-1].strip()
 
 
-def test_models_show_whatever_figures_a_catalog_gives():
-    entry = RichEntry(model="a/b\x1b[31m", title="A", about="b", is_ready=True, facts=Facts())
-    name, what, figures = model_lines([entry], api.Precision.NESTED)
-    assert (name, what) == ("a/b", "    A: b")
-    assert figures == "    nested: length · num experts 64 · download 5.0 GiB · prepared 3.0 MiB"
-    (told,) = json.loads(models_json([entry]))
-    assert told["facts"] == {"num_experts": 64, "download_bytes": 5 * 2**30}
-    assert told["is_ready"] is True
+def test_models_show_the_figures_of_the_catalog():
+    granite = load_models()["ibm-granite/granite-3.1-1b-a400m-instruct"]
+    known = entry(
+        model=granite.repo, title=granite.title, about="b\x1b[31m", facts=granite,
+        prepared_bytes=3 * 2**20,
+    )  # fmt: skip
+    name, what, figures = model_lines([known], api.Precision.NESTED)
+    assert (name, what) == (granite.repo, "    Granite 3.1 1B A400M Instruct: b")
+    assert figures == (
+        "    nested: not downloaded · 1.33B parameters, 0.43B of them per token · "
+        "download 2.5 GiB · about 3.0 MiB once prepared · Apache-2.0"
+    )
+    unknown = dataclasses.replace(granite, licence=None)
+    assert last_line(facts=unknown).endswith("licence not known")
+    (told,) = json.loads(models_json([known]))
+    assert told["facts"]["config"]["num_local_experts"] == 32
+    assert (told["is_ready"], told["state"]) == (False, "available")
 
 
-def test_models_without_more_show_their_state():
-    entry = CatalogEntry(model="builtin", title="A", about="b", is_ready=False)
-    assert list(model_lines([entry], api.Precision.INT8))[-1] == "    int8: not prepared"
+@pytest.mark.parametrize(
+    ("fields", "shown"),
+    [
+        ({}, "int8: not prepared"),
+        ({"model": "/models/mine"}, "int8: not prepared"),
+        ({"model": "owner/moe"}, "int8: not downloaded"),
+        ({"is_ready": True}, "int8: ready"),
+        ({"state": ModelState.DOWNLOADED}, "int8: downloaded, not prepared"),
+        ({"state": ModelState.PREPARED}, "int8: prepared in another precision"),
+        (
+            {"is_ready": True, "prepared_bytes": 2**30, "is_size_measured": True},
+            "int8: ready · takes 1.0 GiB",
+        ),
+    ],
+)
+def test_models_tell_the_state_in_plain_words(fields, shown):
+    assert last_line(**fields) == shown
+
+
+def test_models_of_an_empty_disk_are_the_catalog(invoke, data_dir):
+    names = [each["model"] for each in json.loads(invoke("models", "--json").stdout)]
+    assert names == ["builtin", *load_models()]
+    assert len(invoke("models").stdout.splitlines()) == 3 * len(names)
 
 
 def test_pull_tells_bytes_rate_and_time_left():
@@ -211,76 +237,167 @@ def test_pull_prepares_even_what_looks_ready(mira):
 
 
 @pytest.fixture
-def library(tmp_path, monkeypatch):
-    made = FakeLibrary(tmp_path / "removed")
-    monkeypatch.setattr(wiring, "make_library", lambda: made)
+def shelf(tmp_path, monkeypatch):
+    made = FakeShelf(tmp_path / "removed")
+    monkeypatch.setattr(wiring, "make_catalog", lambda: made)
     return made
 
 
-def test_rm_says_what_it_frees(invoke, library):
+def test_rm_says_what_it_frees(invoke, shelf):
     done = invoke("rm", "owner/moe", "--yes")
     assert (done.exit_code, done.stdout) == (0, "")
     assert done.stderr == "Removed owner/moe: 3.0 MiB are free again.\n"
-    assert library.removed.exists()
+    assert shelf.removed.exists()
     assert invoke("rm", "owner/moe", "--yes").stderr == "Nothing was made for owner/moe.\n"
 
 
-def test_rm_removes_nothing_where_nobody_can_be_asked(invoke, library):
+def test_rm_removes_nothing_where_nobody_can_be_asked(invoke, shelf):
     done = invoke("rm", "owner/moe")
     assert done.exit_code == 2
     assert "This frees 3.0 MiB." in done.stderr
     assert "hint: Give --yes." in done.stderr
-    assert not library.removed.exists()
+    assert not shelf.removed.exists()
 
 
-def test_rm_of_unknown_model_exits_1(invoke, library):
+def test_rm_of_unknown_model_exits_1(invoke, shelf):
     done = invoke("rm", "nope", "--yes")
     assert done.exit_code == 1
     assert "no model 'nope'" in done.stderr
 
 
+def test_rm_takes_an_added_model_off_the_list_unasked(invoke, data_dir):
+    wiring.make_catalog().add("owner/moe")
+    done = invoke("rm", "owner/moe")
+    assert (done.exit_code, done.stderr) == (
+        0, "Took owner/moe off the list; nothing was made for it.\n",
+    )  # fmt: skip
+    assert "owner/moe" not in invoke("models").stdout
+
+
+def test_rm_removes_an_interrupted_download_that_models_lists(invoke, data_dir):
+    home = data_dir / "models" / "owner--moe"
+    (home / "download").mkdir(parents=True)
+    (home / "download" / "part").write_bytes(bytes(2**20))
+    (home / "source.json").write_text(json.dumps({"repo": "owner/moe"}))
+    assert "owner/moe\n" in invoke("models").stdout
+    assert "1.0 MiB are free again" in invoke("rm", "owner/moe", "-y").stderr
+    assert not home.exists()
+
+
 # -- config and completion --------------------------------------------------------------------
 
 
-class FakeConfigReports:
-    def __init__(self, problems=()) -> None:
-        self.problems = problems
-        self.asked: list[Path] = []
+@pytest.fixture
+def settings_file(data_dir, tmp_path):
+    """Where the commands look for settings; nothing is there yet."""
+    return tmp_path / "config.toml"
 
-    def make_config_report(self, environ, path):
-        self.asked.append(path)
-        return self
 
-    def init_config(self, path):
-        return f"wrote {path}"
+def precision_in_force(invoke, *args: str) -> str:
+    return invoke("models", *args).stdout.splitlines()[2].split()[0].rstrip(":")
 
-    def lines(self):
-        return ["model  builtin  default"]
 
-    def to_json(self):
-        return '{"settings": {}}'
+def test_commands_take_the_file_unless_environment_or_flags_say_otherwise(
+    invoke, settings_file, monkeypatch
+):
+    assert precision_in_force(invoke) == "nested"
+    settings_file.write_text('[engine]\nprecision = "int8"\n')
+    assert precision_in_force(invoke) == "int8"
+    monkeypatch.setenv("MIRA_CHAT_PRECISION", "int4")
+    assert precision_in_force(invoke) == "int4"
+    assert precision_in_force(invoke, "--precision", "bf16") == "bf16"
+
+
+def test_run_and_plan_send_the_engine_what_the_file_says(mira, settings_file):
+    settings_file.write_text(
+        '[chat]\nsystem = "Be brief."\n[engine]\nmemory = "5GiB"\n', encoding="utf-8"
+    )
+    assert mira("run", "x", modes="echo").stdout == "system: Be brief.\nuser: x\n"
+    given = mira("run", "--system", "Be long.", "x", modes="echo")
+    assert given.stdout == "system: Be long.\nuser: x\n"
+    assert json.loads(mira("plan", "--json").stdout)["memory_bytes"] == 5 * 2**30
+    given = mira("plan", "--json", "--memory", "6GiB")
+    assert json.loads(given.stdout)["memory_bytes"] == 6 * 2**30
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    "args",
     [
-        ((), "model  builtin  default\n"),
-        (("--json",), '{"settings": {}}\n'),
-        (("--init",), "wrote "),
+        ("run", "x"), ("models",), ("plan",), ("pull", "builtin"), ("bench",), ("profile",),
+        ("chat", "--plain"), ("export", "--all"), (),
     ],
-)
-def test_config_prints_the_report(invoke, monkeypatch, args, said):
-    monkeypatch.setattr(wiring, "config_report_module", FakeConfigReports)
-    done = invoke("config", *args)
-    assert done.exit_code == 0, done.output
-    assert done.stdout.startswith(said)
+)  # fmt: skip
+def test_mistaken_file_ends_a_command_with_its_line_and_column(invoke, settings_file, args):
+    settings_file.write_text("[engine]\nk = \n")
+    done = invoke(*args)
+    assert done.exit_code == 2, done.output
+    assert f"error: {settings_file}, line 2, column 5 is not TOML" in done.stderr
+    assert "hint: " in done.stderr
+    assert not done.stdout
 
 
-def test_config_with_a_problem_exits_2_and_prints_the_report_all_the_same(invoke, monkeypatch):
-    monkeypatch.setattr(wiring, "config_report_module", lambda: FakeConfigReports(["wrong"]))
-    done = invoke("config")
+def test_mistaken_value_names_its_line_and_counts_the_others(invoke, settings_file):
+    settings_file.write_text("[engine]\nk = 99\nthread = 2\n")
+    done = invoke("run", "x")
     assert done.exit_code == 2
-    assert done.stdout == "model  builtin  default\n"
+    assert f"{settings_file}, line 2: K cannot be 99" in done.stderr
+    assert "`mira-chat config` lists 1 more." in done.stderr
+
+
+def test_run_json_tells_a_mistaken_file_as_one_object(invoke, settings_file):
+    settings_file.write_text("k")
+    told = json.loads(invoke("run", "--json", "x").stdout)
+    assert told["error"]["code"] == "ConfigError"
+    assert "line 1, column 2" in told["error"]["message"]
+
+
+def test_config_shows_each_setting_and_where_it_comes_from(invoke, settings_file, monkeypatch):
+    settings_file.write_text("[engine]\nk = 3\nthreads = 2\n")
+    monkeypatch.setenv("MIRA_CHAT_K", "5")
+    done = invoke("config")
+    assert done.exit_code == 0, done.output
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert done.stdout.startswith(f"settings file: {settings_file}\n")
+    assert ["k", "5", "environment", "(MIRA_CHAT_K)"] in lines
+    assert ["threads", "2", "file"] in lines
+    assert ["precision", "nested", "default"] in lines
+    told = json.loads(invoke("config", "--json").stdout)
+    assert told["settings"]["k"]["origin"] == "environment"
+    assert told["settings"]["threads"] | {"about": ""} == {
+        "value": 2, "origin": "file", "section": "engine", "about": "",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("args", [(), ("--json",)])
+def test_config_with_a_problem_exits_2_and_prints_the_report_all_the_same(
+    invoke, settings_file, args
+):
+    settings_file.write_text("[engine]\nk = \n")
+    done = invoke("config", *args)
+    assert done.exit_code == 2
+    assert "line 2, column 5" in done.stdout
+    assert "temperature" in done.stdout
+
+
+def test_config_path_and_init_are_about_the_file_in_force(invoke, settings_file):
+    assert invoke("config", "--path").stdout == f"{settings_file}\n"
+    assert "config --init" in invoke("config").stdout.splitlines()[0]
+    done = invoke("config", "--init")
+    assert (done.exit_code, done.stdout.split()[:2]) == (0, ["wrote", f"{settings_file};"])
+    document = settings_file.read_text()
+    again = invoke("config", "--init")
+    assert again.exit_code == 2
+    assert f"{settings_file} is there already." in again.stderr
+    assert settings_file.read_text() == document
+    assert invoke("config").exit_code == 0
+
+
+def test_config_init_where_it_cannot_be_written_exits_1(invoke, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MIRA_CHAT_CONFIG", str(tmp_path / "file" / "config.toml"))
+    done = invoke("config", "--init")
+    assert done.exit_code == 1
+    assert "cannot be written" in done.stderr
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

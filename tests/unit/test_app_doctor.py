@@ -107,6 +107,25 @@ def test_small_terminal_is_noted(tmp_path, monkeypatch):
     assert "20 by 5" in facts["terminal"].text
 
 
+def test_settings_that_cannot_be_used_are_facts_and_the_rest_is_told(mira, tmp_path):
+    (tmp_path / "config.toml").write_text("[engine]\nk = 99\nthread = 2\n")
+    done = mira("doctor")
+    assert done.returncode == 1
+    problems = [line for line in done.stdout.splitlines() if line.startswith("problem  settings ")]
+    assert len(problems) == 2
+    assert "line 2: K cannot be 99" in problems[0]
+    assert "hint: Did you mean threads?" in done.stdout
+    assert "starts and answers" in done.stdout
+
+
+def test_settings_folder_that_cannot_be_used_names_its_own_variable(tmp_path):
+    (tmp_path / "file").touch()
+    folders = {"settings-folder": tmp_path / "file", "data-folder": tmp_path / "file"}
+    facts = {fact.code: fact for fact in doctor.program_facts({}, folders)}
+    assert "MIRA_CHAT_CONFIG" in facts["settings-folder"].hint
+    assert "MIRA_CHAT_DATA_DIR" in facts["data-folder"].hint
+
+
 @pytest.mark.parametrize(("modes", "code"), [("", 0), ("no-link", 1), ("die-at-start", 1)])
 def test_doctor_exits_1_where_something_is_a_problem(mira, modes, code):
     done = mira("doctor", modes=modes)

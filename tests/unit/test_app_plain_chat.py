@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 
 import fake_engine
 import pytest
-from app_fakes import FakeCatalog, FakeHistoryStore, FakeStoredChat
+from app_fakes import FakeCatalog
 from mira_app.answer import Answerer
 from mira_app.conversation import Conversation, TurnStatus
 from mira_app.engine_call import EngineCall
+from mira_app.history import HistoryStore
 from mira_app.kept_chat import KeptChat, find_chat
 from mira_app.plain_chat import PlainChat
 from mira_app.progress import LineProgress
 from mira_app.settings import Settings
+from mira_app.stored_chat import HistoryError, StoredChat
 from mira_engine import api
 
 
@@ -102,12 +106,18 @@ class Lines(io.BytesIO):
         return line
 
 
+class FakeFullHistoryStore(HistoryStore):
+    """Its disk is full."""
+
+    def save(self, chat: StoredChat) -> str:
+        raise HistoryError("The disk is full.")
+
+
 class Chat:
-    def __init__(self, tmp_path) -> None:
+    def __init__(self, store: HistoryStore) -> None:
         self.client = TalkingClient()
         self.out, self.err = io.StringIO(), io.StringIO()
-        self.store = FakeHistoryStore(tmp_path / "chats")
-        self.store.open()
+        self.store = store
         self.chat: PlainChat | None = None
 
     def run(
@@ -123,7 +133,7 @@ class Chat:
         )  # fmt: skip
         self.chat = PlainChat(
             self.client, answerer, Settings(),
-            kept=KeptChat(self.store, FakeStoredChat, say=lambda text: print(text, file=self.err)),
+            kept=KeptChat(self.store, say=lambda text: print(text, file=self.err)),
             conversation=conversation or Conversation(),
             lines=Lines(text if isinstance(text, bytes) else text.encode()),
             out=self.out, err=self.err, is_prompting=is_prompting,
@@ -138,10 +148,23 @@ class Chat:
     def said(self) -> str:
         return self.err.getvalue()
 
+    def stored(self) -> list[StoredChat]:
+        return [self.store.load(each.chat_id) for each in self.store.chats()]
+
 
 @pytest.fixture
-def chat(tmp_path):
-    return Chat(tmp_path)
+def store(tmp_path):
+    """A history in which each write is a day younger than the one before."""
+    days = (datetime(2024, 1, 1, tzinfo=UTC) + timedelta(days=i) for i in range(1000))
+    made = HistoryStore(tmp_path / "history.sqlite3", clock=days.__next__)
+    assert made.open() == []
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def chat(store):
+    return Chat(store)
 
 
 def test_replies_alone_are_on_stdout_and_each_question_brings_the_chat(chat):
@@ -214,7 +237,7 @@ def test_new_begins_another_chat_and_keeps_the_first(chat):
     assert chat.client.sent[1] == (("user", "two"),)
     titles = sorted(stored.title for stored in chat.store.chats())
     assert titles == ["one", "two"]
-    assert chat.store.load(chat.chat._kept.chat_id).title == "two"
+    assert chat.store.load(chat.chat._kept.chat_id).shown_title == "two"
 
 
 def test_help_stats_quit_and_unknown_commands(chat):
@@ -267,7 +290,7 @@ def test_second_interrupt_while_stopping_ends_and_keeps_the_reply(chat):
     chat.client.num_interrupts = 2
     with pytest.raises(KeyboardInterrupt):
         chat.run("one\ntwo\n")
-    (stored,) = chat.store.chats()
+    (stored,) = chat.stored()
     assert stored.conversation.head.content == "Yes"
     assert stored.conversation.head.status is TurnStatus.STOPPED
 
@@ -318,21 +341,19 @@ def test_reply_that_reached_its_limit_is_told(chat):
 
 def test_question_is_kept_before_its_reply(chat):
     def reply(call):
-        chat.seen = [stored.conversation.head.content for stored in chat.store.chats()]
+        chat.seen = [stored.conversation.head.content for stored in chat.stored()]
         end(call, "Yes.")
 
     chat.client.reply = reply
     chat.run("one\n")
     assert chat.seen == ["one"]
-    (stored,) = chat.store.chats()
+    (stored,) = chat.stored()
     assert (stored.model, stored.conversation.head.model) == ("builtin", "builtin")
-    assert chat.store.last_chat_id is None  # the store that was opened before
-    chat.store.open()
     assert chat.store.last_chat_id == stored.chat_id
 
 
-def test_history_that_cannot_be_written_is_told_once_and_the_chat_goes_on(chat):
-    chat.store.is_full = True
+def test_history_that_cannot_be_written_is_told_once_and_the_chat_goes_on(tmp_path):
+    chat = Chat(FakeFullHistoryStore(tmp_path / "history.sqlite3"))
     chat.run("one\ntwo\n")
     assert len(chat.client.sent) == 2
     assert chat.said.count("not being saved: The disk is full.") == 1
@@ -345,21 +366,53 @@ def test_chat_that_goes_on_is_shown_and_sent(chat):
     assert chat.client.sent == [(("user", "one"), ("assistant", "Yes."), ("user", "two"))]
 
 
+def test_chat_that_another_program_went_on_with_is_kept_beside_it(chat, tmp_path):
+    def reply(call):
+        if len(chat.client.sent) == 2:
+            other = HistoryStore(tmp_path / "history.sqlite3")
+            other.open()
+            theirs = other.load(chat.chat._kept.chat_id)
+            answered = theirs.conversation.with_reply("No.")
+            other.save(dataclasses.replace(theirs, conversation=answered))
+            other.close()
+        end(call, "Yes.")
+
+    chat.client.reply = reply
+    chat.run("one\ntwo\nthree\n")
+    texts = [[turn.content for turn in each.conversation.turns] for each in chat.stored()]
+    ours = ["one", "Yes.", "two", "Yes.", "three", "Yes."]
+    assert sorted(texts) == [["one", "Yes.", "two", "No."], ours]
+    (notice,) = chat.store.take_notices()
+    assert "a chat of its own" in notice
+
+
+def stored_chat(chat_id: str, title: str = "") -> StoredChat:
+    conversation = Conversation().with_user("one")
+    return StoredChat(chat_id=chat_id, title=title, conversation=conversation)
+
+
 @pytest.mark.parametrize(
     ("wanted", "found"), [("aa11", "aa11"), ("b", "bb22"), (None, "bb22"), ("last", "bb22")]
 )
-def test_chat_is_found_by_id_beginning_and_age(chat, wanted, found):
-    for chat_id, age in (("aa11", 1), ("bb22", 2)):
-        chat.store.save(
-            FakeStoredChat(chat_id=chat_id, conversation=Conversation(), updated_at=age)
-        )
-    assert find_chat(chat.store, wanted).chat_id == found
+def test_chat_is_found_by_id_beginning_and_age(store, wanted, found):
+    for chat_id in ("aa11", "bb22"):
+        store.save(stored_chat(chat_id))
+    assert find_chat(store, wanted).chat_id == found
 
 
-def test_chat_that_is_not_there_is_named_with_those_that_are(chat):
+def test_last_chat_is_the_one_that_was_open(store):
+    for chat_id in ("aa11", "bb22"):
+        store.save(stored_chat(chat_id))
+    store.set_last_chat("aa11")
+    assert find_chat(store, "last").chat_id == "aa11"
+    store.delete("aa11")
+    assert find_chat(store, "last").chat_id == "bb22"
+
+
+def test_chat_that_is_not_there_is_named_with_those_that_are(store):
     with pytest.raises(api.ConfigError, match="no chat yet"):
-        find_chat(chat.store, "x")
-    chat.store.save(FakeStoredChat(chat_id="aa11", title="T", conversation=Conversation()))
+        find_chat(store, "x")
+    store.save(stored_chat("aa11", title="T"))
     with pytest.raises(api.ConfigError, match="begins with 'x'") as caught:
-        find_chat(chat.store, "x")
+        find_chat(store, "x")
     assert "aa11 (T)" in caught.value.hint

@@ -207,6 +207,7 @@ def test_every_value_shown_is_read_back_as_it_was():
     [
         ("[interface]\nmouse = \n", "line 2, column 9"),
         ('[interface]\ntheme = "terminal\n', "line 2"),
+        ("[engine]\nk", "line 2, column 2 (the end) is not TOML"),
         ("[engine]\n\nbugdet = 3\n", "line 3: There is no setting 'bugdet'. Did you mean budget?"),
         ("[engin]\nk = 3\n", "line 1: There is no section [engin]. Did you mean engine?"),
         ("k = 3\n", "line 1: k belongs to [engine]. Move it under a line [engine]."),

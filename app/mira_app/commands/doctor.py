@@ -15,17 +15,28 @@ from ..reporting import reporting_errors
 def doctor(flags: Flags, model: ModelArgument = None, is_json: Json = False) -> None:
     """Checks program, machine and model; exit code 1 where something is a problem."""
     with reporting_errors():
-        from ..doctor import engine_facts, program_facts, report_json, report_lines
-        from ..paths import cache_dir, config_dir, data_dir, log_dir
+        from ..doctor import (
+            engine_facts,
+            program_facts,
+            report_json,
+            report_lines,
+            settings_facts,
+        )
+        from ..paths import cache_dir, config_path, data_dir, log_dir, state_dir
 
-        settings = wiring.read_settings({**flags, "model": model})
+        opened = wiring.open_settings_of({**flags, "model": model}, is_lenient=True)
         folders = {
-            "settings-folder": config_dir(),
+            "settings-folder": config_path().parent,
             "data-folder": data_dir(),
+            "state-folder": state_dir(),
             "cache-folder": cache_dir(),
             "log-folder": log_dir(),
         }
-        facts = [*program_facts(os.environ, folders), *engine_facts(wiring.make_client, settings)]
+        facts = [
+            *program_facts(os.environ, folders),
+            *settings_facts(opened),
+            *engine_facts(wiring.make_client, opened.settings),
+        ]
         if is_json:
             typer.echo(report_json(facts))
         else:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import enum
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from .. import wiring
 from ..reporting import reporting_errors
+
+if TYPE_CHECKING:
+    from ..stored_chat import StoredChat
 
 
 class ExportFormat(enum.StrEnum):
@@ -40,21 +43,21 @@ def export_chats(
         bool, typer.Option("--force", help="Replace a FILE that is there.")
     ] = False,
 ) -> None:
-    """Writes one chat, or all, as Markdown or JSON lines."""
+    """Writes one chat, or all, as Markdown or JSON lines; a FILE's suffix chooses, too."""
     if is_all == (chat is not None):
         raise typer.BadParameter("name one chat, or give --all")
     if is_all and kind is ExportFormat.MARKDOWN:
         raise typer.BadParameter("--all writes jsonl; Markdown holds one chat a file")
     with reporting_errors(), wiring.opened_history() as store:
-        from .. import export
+        from ..export import to_jsonl, to_markdown
         from ..kept_chat import find_chat
 
         if is_all:
-            text = export.to_jsonl([store.load(each.chat_id) for each in store.chats()])
+            text = to_jsonl([store.load(each.chat_id) for each in store.chats()])
         else:
             found = find_chat(store, chat)
-            is_lines = kind is ExportFormat.JSONL
-            text = export.to_jsonl([found]) if is_lines else export.to_markdown(found)
+            is_lines = (kind or _format_of(output)) is ExportFormat.JSONL
+            text = to_jsonl([found]) if is_lines else to_markdown(found)
         _write(text, output, is_replacing=is_replacing)
 
 
@@ -64,11 +67,10 @@ def import_chats(
     ],
 ) -> None:
     """Takes in chats that were exported. Chats that are here already stay as they are."""
-    with reporting_errors(), wiring.opened_history() as store:
-        from .. import export
-
-        chats = _read_chats(export, _read(file))
-        num_added = len(store.add(chats))
+    with reporting_errors():
+        chats = _read(file)
+        with wiring.opened_history() as store:
+            num_added = len(store.add(chats))
         typer.echo(import_line(num_added, len(chats) - num_added), err=True)
 
 
@@ -80,48 +82,53 @@ def import_line(num_added: int, num_known: int) -> str:
     return f"{line} {count(num_known, 'chat')} left out: here already." if num_known else line
 
 
-def _read_chats(export: Any, text: str) -> list[Any]:
-    """Parses what `export` wrote; which form it has shows at its first character."""
+def _read(file: Path) -> list[StoredChat]:
+    """Reads chats with something in them.
+
+    Raises:
+        ConfigError: There are none, or the file is none of ours.
+    """
     from mira_engine.api import ConfigError
 
-    if not text.strip():
-        raise ConfigError("There is nothing to import.", hint="Give a file of mira-chat export.")
+    from ..chat_files import parse_chats, read_chats
+    from ..export import ImportFormatError
+    from ..stored_chat import HistoryError
+
+    is_piped = str(file) == "-"
     try:
-        if text.lstrip().startswith("{"):
-            return list(export.from_jsonl(text))
-        return [export.from_markdown(text)]
-    except ValueError as error:
+        chats = parse_chats(sys.stdin.buffer.read()) if is_piped else read_chats(file)
+    except ImportFormatError as error:
+        name = "standard input" if is_piped else file
         raise ConfigError(
-            f"This is no export of chats: {error}.", hint="Give a file of mira-chat export."
+            f"This is no export of chats: {name}: {error.message}", hint=error.hint
         ) from None
+    except HistoryError as error:
+        raise ConfigError(error.message, hint=error.hint) from None
+    found = [chat for chat in chats if chat.conversation.turns]
+    if not found:
+        raise ConfigError("There is nothing to import.", hint="Give a file of mira-chat export.")
+    return found
 
 
-def _read(file: Path) -> str:
-    from mira_engine.api import ConfigError
+def _format_of(output: Path | None) -> ExportFormat:
+    from ..chat_files import JSONL_SUFFIX
 
-    try:
-        data = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
-        return data.decode("utf-8-sig")
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error.strerror}.", hint="") from None
-    except UnicodeError:
-        raise ConfigError(f"{file} is not UTF-8 text.", hint="Give what export wrote.") from None
+    is_lines = output is not None and output.suffix.lower() == JSONL_SUFFIX
+    return ExportFormat.JSONL if is_lines else ExportFormat.MARKDOWN
 
 
 def _write(text: str, output: Path | None, *, is_replacing: bool) -> None:
-    """Writes to a file by rename, or to standard output."""
-    from mira_engine.api import ConfigError, MiraError
+    """Writes to a file, or to standard output."""
+    from mira_engine.api import ConfigError
+
+    from ..chat_files import replace_old, write_new
 
     if output is None:
         sys.stdout.buffer.write(text.encode("utf-8"))
         sys.stdout.flush()
-        return
-    if output.exists() and not is_replacing:
+    elif not output.exists():
+        write_new(output, text)
+    elif is_replacing:
+        replace_old(output, text)
+    else:
         raise ConfigError(f"{output} is there already.", hint="Give another name, or --force.")
-    partial = output.with_name(f"{output.name}.part")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(output)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise MiraError(f"{output} cannot be written: {error.strerror}.") from None

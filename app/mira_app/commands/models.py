@@ -33,22 +33,25 @@ def remove(
 ) -> None:
     """Removes what was downloaded and made for a model; a folder of your own is left alone."""
     with reporting_errors():
-        from mira_engine.api import ConfigError, format_bytes
+        from mira_engine.api import ConfigError, Precision, format_bytes
 
         from ..sanitise import sanitise
 
-        library = wiring.make_library()
-        num_bytes = library.disk_bytes(model)
-        name = sanitise(model)
-        if not num_bytes:
+        shelf = wiring.make_catalog()
+        entry = shelf.find(model, Precision.NESTED)  # Any will do: all of them are removed.
+        name, num_bytes = sanitise(model), shelf.disk_bytes(entry.model)
+        if not entry.is_removable:
             typer.echo(f"Nothing was made for {name}.", err=True)
             return
-        if not is_confirmed:
+        if num_bytes and not is_confirmed:
             question = f"Remove {name}? This frees {format_bytes(num_bytes)}."
             if sys.stdin is None or not sys.stdin.isatty():
                 raise ConfigError(f"{question} Nobody is here to answer.", hint="Give --yes.")
             if not typer.confirm(question, err=True):
                 typer.echo("Nothing was removed.", err=True)
                 return
-        freed = library.remove(model)
-        typer.echo(f"Removed {name}: {format_bytes(freed)} are free again.", err=True)
+        freed = shelf.remove(entry.model)
+        if freed:
+            typer.echo(f"Removed {name}: {format_bytes(freed)} are free again.", err=True)
+        else:
+            typer.echo(f"Took {name} off the list; nothing was made for it.", err=True)

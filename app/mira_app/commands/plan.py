@@ -17,7 +17,10 @@ from ..reporting import reporting_errors
 def plan(
     flags: Flags,
     model: Annotated[
-        str | None, typer.Argument(help="`builtin`, or a folder with at least a config.json.")
+        str | None,
+        typer.Argument(
+            help="`builtin`, `owner/name` on the hub, or a folder with at least a config.json."
+        ),
     ] = None,
     machine: Annotated[
         str | None,

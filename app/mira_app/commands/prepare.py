@@ -28,7 +28,10 @@ Calibration = Annotated[
 
 @takes_settings("precision")
 def prepare(
-    model: Annotated[str, typer.Argument(help="`builtin`, or the folder of a checkpoint.")],
+    model: Annotated[
+        str,
+        typer.Argument(help="`builtin`, `owner/name` on the hub, or the folder of a checkpoint."),
+    ],
     flags: Flags,
     no_predictors: NoPredictors = False,
     calibration: Calibration = None,
