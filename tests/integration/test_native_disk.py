@@ -12,6 +12,7 @@ from mira_engine.engine import Engine
 from mira_engine.library import ModelLibrary
 from mira_engine.prepare import prepare
 from mira_engine.runtime import device
+from mira_engine.runtime.capture import StepCapture
 from mira_engine.runtime.disk import DiskTransfer
 from mira_engine.runtime.native_disk import NativeDiskTransfer
 from mira_engine.types import ComputeDtype, Precision
@@ -34,7 +35,7 @@ def load(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[[Path | None], Engine]:
     """Loads engines of one tiny model, nothing compiled for it."""
-    monkeypatch.setattr("mira_engine.runtime.capture.StepCapture.start", lambda *_: None)
+    monkeypatch.setattr(StepCapture, "start", lambda self, *_: self._done.set())
     home = ModelLibrary(tmp_path).resolve(str(tiny_checkpoint("olmoe", has_windows=False)))
     prepare(home, Precision.NESTED, on_progress=lambda *_: None, is_cancelled=lambda: False)
 
