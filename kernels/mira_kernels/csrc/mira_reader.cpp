@@ -208,23 +208,26 @@ class Pool {
     move->result.slot = slot;
     move->is_urgent = is_demand;
     move->parts.reserve(size_t(count));
-    std::lock_guard<std::mutex> hold(mutex_);
-    if (is_closed_) return;
-    for (int64_t i = 0; i < count; ++i) {
-      File* file = files_[size_t(spans[i].file)].get();
-      move->parts.push_back({file, spans[i].file, spans[i].offset, spans[i].num_bytes,
-                             reinterpret_cast<char*>(to[i])});
-      move->record_bytes += spans[i].num_bytes;
+    {
+      std::lock_guard<std::mutex> hold(mutex_);
+      if (is_closed_) return;
+      for (int64_t i = 0; i < count; ++i) {
+        File* file = files_[size_t(spans[i].file)].get();
+        move->parts.push_back({file, spans[i].file, spans[i].offset, spans[i].num_bytes,
+                               reinterpret_cast<char*>(to[i])});
+        move->record_bytes += spans[i].num_bytes;
+      }
+      (is_demand ? demand_ : ahead_).push_back(std::move(move));
     }
-    (is_demand ? demand_ : ahead_).push_back(std::move(move));
-    may_work_.notify_one();
+    may_work_.notify_one();  // The mutex is free: who wakes up does not wait for it.
   }
 
   void promote(int64_t key) {
-    std::lock_guard<std::mutex> hold(mutex_);
+    std::unique_lock<std::mutex> hold(mutex_);
     if (MovePtr move = ahead_.take(key)) {
       move->is_urgent = true;
       demand_.push_back(std::move(move));
+      hold.unlock();
       may_work_.notify_one();
       return;
     }
