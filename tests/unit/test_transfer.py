@@ -1,63 +1,36 @@
-"""The disk links, Python's and the native one: right bytes in right slots, demand first,
-failures that name the file."""
+"""Both disk links: right bytes in right slots, demand first, failures that name the file."""
 
 from __future__ import annotations
 
 import errno
-import gc
 import os
-import random
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
+from disk_links import (
+    NUM_EXPERTS,
+    PIECE,
+    RECORD,
+    AnyTransfer,
+    Churn,
+    FakeThrottle,
+    Link,
+    MakeTransfer,
+    OnPiece,
+    PieceGate,
+    num_native_threads,
+    write_records,
+)
 from mira_engine.errors import StoreError
 from mira_engine.runtime import disk
 from mira_engine.runtime.disk import DiskTransfer, open_for_records
 from mira_engine.runtime.native_disk import NativeDiskTransfer
-from mira_engine.runtime.transfer import Completion, LinkThrottle
-from mira_engine.types import RECORD_ALIGNMENT, ExpertId, Plane
-from mira_kernels import native, reader
-from mira_kernels.pages import huge_bytes
-
-RECORD = RECORD_ALIGNMENT
-PIECE = 128 << 10
-NUM_EXPERTS = 6
-
-AnyTransfer = DiskTransfer | NativeDiskTransfer
-OnPiece = Callable[[int, bool], None]
-MakeTransfer = Callable[..., AnyTransfer]
-
-
-class PieceGate:
-    """Stops each piece that is read until it is let go."""
-
-    def __init__(self) -> None:
-        self.arrived, self.go = threading.Semaphore(0), threading.Semaphore(0)
-        self.pieces: list[int] = []
-
-    def __call__(self, num_bytes: int, is_end: bool) -> None:
-        self.pieces.append(num_bytes)
-        self.arrived.release()
-        assert self.go.acquire(timeout=10)
-
-    def open(self) -> None:
-        """Lets all go from now on."""
-        self.go.release(10_000)
-
-
-class FakeThrottle:
-    """Tells of pieces in place of holding them."""
-
-    def __init__(self, on_piece: OnPiece) -> None:
-        self._on_piece = on_piece
-
-    def hold(self, num_bytes: int, started_at: float, *, is_end: bool = True) -> None:
-        self._on_piece(num_bytes, is_end)
+from mira_engine.runtime.transfer import LinkThrottle
+from mira_engine.types import ExpertId
+from mira_kernels import reader
 
 
 @pytest.fixture(params=["python", "native"])
@@ -90,44 +63,7 @@ def gate() -> Iterator[PieceGate]:
 
 @pytest.fixture
 def records(tmp_path: Path) -> Path:
-    path = tmp_path / "layer-0000.whole.safetensors"
-    path.write_bytes(b"".join(bytes([e + 1]) * RECORD for e in range(NUM_EXPERTS)))
-    return path
-
-
-class Link:
-    """A transfer over one file, with its slots."""
-
-    def __init__(
-        self,
-        make_transfer: MakeTransfer,
-        path: Path,
-        *,
-        num_slots: int = NUM_EXPERTS,
-        record_bytes: int = RECORD,
-        num_threads: int = 1,
-        is_direct: bool = True,
-        **arguments: object,
-    ) -> None:
-        self.memory = huge_bytes(num_slots * record_bytes)
-        parts = [self.memory[i * record_bytes : (i + 1) * record_bytes] for i in range(num_slots)]
-        self.slots = parts
-        self.transfer = make_transfer(
-            locate=lambda expert, plane: (path, expert.expert * record_bytes, record_bytes),
-            planes=(Plane.WHOLE,),
-            slot_buffers=[{Plane.WHOLE: memoryview(p.numpy())} for p in parts],
-            num_threads=num_threads,
-            is_direct=is_direct,
-            **arguments,
-        )
-
-    def finish(self, count: int) -> list[Completion]:
-        landed: list[Completion] = []
-        while len(landed) < count:
-            got = self.transfer.wait_any(10)
-            assert got, "nothing landed in ten seconds"
-            landed += got
-        return landed
+    return write_records(tmp_path)
 
 
 @pytest.fixture
@@ -362,7 +298,7 @@ def test_direct_io_that_is_not_wanted_is_not_told_of(
 def test_close_drops_what_is_queued(
     make_transfer: MakeTransfer, records: Path, gate: PieceGate
 ) -> None:
-    num_threads, count = _num_native_threads(), 200
+    num_threads, count = num_native_threads(), 200
     link = Link(make_transfer, records, on_piece=gate)
     for expert in range(count):
         link.transfer.submit(ExpertId(expert, 0), expert % NUM_EXPERTS, is_demand=expert % 2 == 0)
@@ -375,18 +311,13 @@ def test_close_drops_what_is_queued(
     num_read = len(gate.pieces)
     assert 1 <= num_read < count
     assert len(link.transfer.poll()) == num_read  # What was under way is whole.
-    assert _num_native_threads() == num_threads
+    assert num_native_threads() == num_threads
     python_threads = getattr(link.transfer, "_threads", ())
     assert not any(thread.is_alive() for thread in python_threads)
     link.transfer.submit(ExpertId(0, 0), 0, is_demand=True)
     link.transfer.promote(ExpertId(0, 0))
     assert link.transfer.wait_any(0.001) == []
     link.transfer.close()
-
-
-def _num_native_threads() -> int:
-    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
-    return sum(name.startswith("mira-reader") for name in names)
 
 
 def test_close_closes_the_files(link: Link, records: Path) -> None:
@@ -401,66 +332,6 @@ def test_close_closes_the_files(link: Link, records: Path) -> None:
     assert num_open() == 1
     link.transfer.close()
     assert num_open() == 0
-
-
-class Churn:
-    """Random submits and promotes over records of two planes; each record is checked."""
-
-    NUM_SLOTS, NUM_EXPERTS = 12, 16
-
-    def __init__(self, make_transfer: MakeTransfer, folder: Path, planes: Sequence[int]) -> None:
-        self.random = random.Random(5)
-        self.truth: dict[Plane, np.ndarray] = {}
-        kinds = dict(zip((Plane.HI, Plane.LO), planes, strict=True))
-        for plane, size in kinds.items():
-            data = np.random.default_rng(size).integers(
-                0, 255, (self.NUM_EXPERTS, size), dtype=np.uint8
-            )
-            (folder / plane.value).write_bytes(data.tobytes())
-            self.truth[plane] = data
-        self.slots: list[Mapping[Plane, np.ndarray]] = [
-            {plane: huge_bytes(size).numpy() for plane, size in kinds.items()}
-            for _ in range(self.NUM_SLOTS)
-        ]
-        self.transfer = make_transfer(
-            locate=lambda e, plane: (folder / plane.value, e.expert * kinds[plane], kinds[plane]),
-            planes=tuple(kinds),
-            slot_buffers=[{p: memoryview(b) for p, b in slot.items()} for slot in self.slots],
-            num_threads=2,
-            is_direct=True,
-        )
-        self.under_way: dict[ExpertId, int] = {}
-        self.counts: Counter[str] = Counter()
-
-    def run(self, count: int) -> None:
-        while self.counts["landed"] < count:
-            free = [s for s in range(self.NUM_SLOTS) if s not in self.under_way.values()]
-            if free and self.counts["submitted"] < count:
-                self._submit(self.random.choice(free))
-                if self.random.random() < 0.6:
-                    continue
-            if self.random.random() < 0.3 and self.under_way:
-                self.counts["promoted"] += 1
-                self.transfer.promote(self.random.choice(list(self.under_way)))
-            is_waiting = len(free) <= 1 or self.random.random() < 0.1
-            for item in self.transfer.wait_any(10) if is_waiting else self.transfer.poll():
-                self._check(item)
-
-    def _submit(self, slot: int) -> None:
-        experts = [ExpertId(0, e) for e in range(self.NUM_EXPERTS)]
-        expert = self.random.choice([e for e in experts if e not in self.under_way])
-        for buffer in self.slots[slot].values():
-            buffer[:: self.random.choice((512, 4096))] = 255  # No record holds it.
-        self.under_way[expert] = slot
-        self.transfer.submit(expert, slot, is_demand=self.random.random() < 0.4)
-        self.counts["submitted"] += 1
-
-    def _check(self, item: Completion) -> None:
-        assert item.error is None
-        assert self.under_way.pop(item.expert) == item.slot
-        for plane, data in self.truth.items():
-            assert (self.slots[item.slot][plane] == data[item.expert.expert]).all()
-        self.counts["landed"] += 1
 
 
 @pytest.mark.parametrize(
@@ -513,128 +384,3 @@ def test_throttle_without_rate_adds_latency_only() -> None:
     throttle = LinkThrottle(bytes_per_s=None, latency_s=0.25, clock=time.clock, sleep=time.sleep)
     throttle.hold(10**9, started_at=0.0)
     assert time.now == pytest.approx(0.25)
-
-
-class TestNative:
-    """What the native link has of its own."""
-
-    @pytest.fixture
-    def library(self, native_cache: Path) -> reader.ReaderLibrary:
-        found = reader.find_library(native_cache)
-        assert found is not None
-        return found
-
-    @pytest.fixture
-    def native_link(self, library: reader.ReaderLibrary, records: Path) -> Iterator[Link]:
-        link = Link(lambda **arguments: NativeDiskTransfer(library, **arguments), records)
-        yield link
-        link.transfer.close()
-
-    def test_poll_with_nothing_landed_makes_no_call(self, native_link: Link) -> None:
-        calls = []
-        native_link.transfer._reader._call_take = lambda *arguments: calls.append(arguments)
-        assert native_link.transfer.poll() == []
-        assert calls == []
-
-    def test_many_landed_are_taken_at_once(
-        self, library: reader.ReaderLibrary, records: Path
-    ) -> None:
-        count = 3 * reader.MAX_LANDED + 1
-        done = threading.Semaphore(0)
-        link = Link(
-            lambda **arguments: NativeDiskTransfer(library, **arguments),
-            records,
-            on_piece=lambda num_bytes, is_end: done.release(),
-        )
-        for layer in range(count + 1):  # Once the last is read, all others have landed.
-            link.transfer.submit(ExpertId(layer, 1), 0, is_demand=True)
-        for _ in range(count + 1):
-            assert done.acquire(timeout=10)
-        landed = link.transfer.wait_any(10)
-        assert [item.expert.layer for item in landed][:count] == list(range(count))
-        link.transfer.close()
-
-    def test_record_is_located_once(self, library: reader.ReaderLibrary, records: Path) -> None:
-        located = []
-
-        def locate(expert: ExpertId, plane: Plane) -> tuple[Path, int, int]:
-            located.append(expert)
-            return records, expert.expert * RECORD, RECORD
-
-        memory = memoryview(huge_bytes(RECORD).numpy())
-        transfer = NativeDiskTransfer(
-            library,
-            locate=locate,
-            planes=(Plane.WHOLE,),
-            slot_buffers=[{Plane.WHOLE: memory}],
-            num_threads=1,
-            is_direct=True,
-        )
-        for _ in range(2):
-            transfer.submit(ExpertId(0, 2), 0, is_demand=True)
-            assert len(transfer.wait_any(10)) == 1
-        assert located == [ExpertId(0, 2)]
-        transfer.close()
-
-    def test_record_that_does_not_fit_its_slot_is_refused(
-        self, library: reader.ReaderLibrary, records: Path
-    ) -> None:
-        memory = memoryview(huge_bytes(RECORD).numpy())
-        transfer = NativeDiskTransfer(
-            library,
-            locate=lambda expert, plane: (records, 0, 2 * RECORD),
-            planes=(Plane.WHOLE,),
-            slot_buffers=[{Plane.WHOLE: memory}],
-            num_threads=1,
-            is_direct=True,
-        )
-        with pytest.raises(ValueError, match="8192 bytes for 4096"):
-            transfer.submit(ExpertId(0, 0), 0, is_demand=True)
-        transfer.close()
-
-    def test_transfer_nobody_closed_ends_its_threads(
-        self, library: reader.ReaderLibrary, records: Path
-    ) -> None:
-        num_threads = _num_native_threads()
-        link = Link(lambda **arguments: NativeDiskTransfer(library, **arguments), records)
-        link.transfer.submit(ExpertId(0, 0), 0, is_demand=True)
-        link.transfer = None
-        gc.collect()
-        assert _num_native_threads() == num_threads
-
-    def test_library_is_found_where_it_is_built_or_loaded(
-        self, native_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        assert reader.find_library(None) is None or native.is_loaded()
-        monkeypatch.setattr(native, "_loaded", None)
-        assert reader.find_library(None) is None
-        assert reader.find_library(tmp_path) is None
-        path = native.library_path(native_cache)
-        assert reader.find_library(native_cache) is reader.load_library(path)
-        monkeypatch.setattr(native, "_loaded", path)
-        assert reader.find_library(None) is reader.load_library(path)
-
-    def test_library_without_readers_is_not_used(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        broken = tmp_path / "broken.so"
-        broken.write_bytes(b"no library")
-        monkeypatch.setattr(native, "_loaded", broken)
-        assert reader.find_library(None) is None
-
-    def test_readers_that_read_wrongly_are_not_used(
-        self, native_cache: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        path = native.library_path(native_cache)
-        assert reader.find_wrong(path) is None
-        submit = reader.RecordReader.submit
-
-        def swap(self, key, slot, spans_at, to_at, count, is_demand):
-            submit(self, key, slot, spans_at, to_at, count - 1, is_demand)
-
-        monkeypatch.setattr(reader.RecordReader, "submit", swap)
-        assert reader.find_wrong(path) == "what their readers read is wrong"
-        reader._proved.cache_clear()
-        monkeypatch.setattr(native, "_loaded", path)
-        assert reader.find_library(None) is None
-        reader._proved.cache_clear()
