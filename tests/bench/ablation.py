@@ -170,7 +170,7 @@ def popular_experts(engine: Engine, texts: Sequence[str], num_tokens: int) -> li
 
 def hold(engine: Engine, bytes_per_s: float | None) -> None:
     """Changes the rate of an engine's link."""
-    engine.transfer._throttle._bytes_per_s = bytes_per_s
+    engine.transfer.limit_rate(bytes_per_s)
 
 
 def measure_budget(bench: Bench, budget: float, rates: dict[str, float | None]) -> dict:

@@ -106,10 +106,11 @@ def test_link_is_measured_with_every_byte_of_its_records(tmp_path, monkeypatch) 
     moved: list[int] = []
     read = probe.DiskTransfer._read
 
-    def counted(self, expert, slot):
-        read(self, expert, slot)
+    def counted(self, move):
+        is_whole = read(self, move)
         moved.append(self.record_bytes)
-        assert bytes(self._buffers[slot][probe.Plane.WHOLE][:4096]) != bytes(4096)
+        assert bytes(self._buffers[move.slot][probe.Plane.WHOLE][:4096]) != bytes(4096)
+        return is_whole
 
     monkeypatch.setattr(probe.DiskTransfer, "_read", counted)
     measure_rates(tmp_path, num_threads=1, num_reader_threads=2, device_memory_bytes=1)

@@ -7,6 +7,8 @@ is served, so that a wrong guess costs a miss almost nothing. Files are opened w
 O_DIRECT where the file system allows it; where not, reads go through the page cache and
 the caller is told (`is_direct`).
 
+Used until the C++ library is built; `native_disk` does the same without an interpreter.
+
 Shut-down order: `close` marks the queue closed, wakes the readers, joins them, then
 closes the files.
 """
@@ -38,6 +40,29 @@ RecordLocation = tuple[Path, int, int]
 """File, offset and length of one record, in bytes."""
 
 
+def cannot_open(path: Path, reason: str) -> StoreError:
+    """Returns the error for a store file that does not open."""
+    return StoreError(
+        f"{path.name} cannot be opened: {reason}.", hint="Remove the model and prepare it again."
+    )
+
+
+def cannot_read(path: Path, reason: str) -> StoreError:
+    """Returns the error for a store file that the system fails to read."""
+    return StoreError(
+        f"Reading {path.name} failed: {reason}.",
+        hint="Check the disk, or remove the model and prepare it again.",
+    )
+
+
+def ends_before(path: Path, stop_byte: int) -> StoreError:
+    """Returns the error for a store file that is too short."""
+    return StoreError(
+        f"{path.name} ends before byte {stop_byte}.",
+        hint="The store is damaged: remove the model and prepare it again.",
+    )
+
+
 def open_for_records(path: Path, *, is_direct: bool) -> tuple[int, bool]:
     """Opens a store file for reading.
 
@@ -65,15 +90,9 @@ def read_exactly(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
         try:
             got = os.preadv(fd, [buffer[done:]], offset + done)
         except OSError as error:
-            raise StoreError(
-                f"Reading {path.name} failed: {error.strerror}.",
-                hint="Check the disk, or remove the model and prepare it again.",
-            ) from error
+            raise cannot_read(path, error.strerror) from error
         if got == 0:
-            raise StoreError(
-                f"{path.name} ends before byte {offset + len(buffer)}.",
-                hint="The store is damaged: remove the model and prepare it again.",
-            )
+            raise ends_before(path, offset + len(buffer))
         done += got
 
 
@@ -180,6 +199,11 @@ class DiskTransfer:
             return []
         return [first, *self.poll()]
 
+    def limit_rate(self, bytes_per_s: float | None) -> None:
+        """Changes the emulated link's rate. There has to be such a link."""
+        assert self._throttle is not None
+        self._throttle.bytes_per_s = bytes_per_s
+
     def close(self) -> None:
         """Stops the readers and closes the files."""
         with self._lock:
@@ -214,8 +238,9 @@ class DiskTransfer:
                 del self._under_way[move.expert]
                 self._num_urgent -= move.is_urgent
                 if not is_whole:  # It gave way to a demand, and is the first to go on.
-                    self._ahead[move.expert] = move
-                    self._ahead.move_to_end(move.expert, last=False)
+                    queued = self._demand if move.is_urgent else self._ahead
+                    queued[move.expert] = move
+                    queued.move_to_end(move.expert, last=False)
                 if self._ahead or self._demand:
                     self._lock.notify()
             if is_whole:
@@ -275,10 +300,7 @@ class DiskTransfer:
                 try:
                     fd, is_direct = open_for_records(path, is_direct=self._wants_direct)
                 except OSError as error:
-                    raise StoreError(
-                        f"{path.name} cannot be opened: {error.strerror}.",
-                        hint="Remove the model and prepare it again.",
-                    ) from error
+                    raise cannot_open(path, error.strerror) from error
                 self.is_direct = self.is_direct and is_direct
                 self._fds[path] = fd
         return fd

@@ -1,7 +1,7 @@
 """The link: how records get from below into device slots.
 
-`Transfer` is what the executor sees; `mira_engine.runtime.disk` implements it for the
-machine without a GPU. Requests are served by reader threads, demand before prefetch;
+`Transfer` is what the executor sees; `mira_engine.runtime.disk` and `native_disk` implement
+it for the machine without a GPU. Requests are served by reader threads, demand before prefetch;
 completions are collected by the one engine thread through `poll` and `wait_any`, so the
 residency table has a single writer.
 
@@ -61,7 +61,7 @@ class LinkThrottle:
     and lands `latency_s` later. Thread-safe; the waiting happens in the reader thread.
 
     Args:
-        bytes_per_s: Rate, `None` for unlimited.
+        bytes_per_s: Rate, `None` for unlimited; may be set later.
         latency_s: Seconds from the end of a record's transfer until it is ready.
         clock: Monotonic seconds.
         sleep: Waits that many seconds.
@@ -75,8 +75,8 @@ class LinkThrottle:
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._bytes_per_s = bytes_per_s
-        self._latency_s = latency_s
+        self.bytes_per_s = bytes_per_s
+        self.latency_s = latency_s
         self._clock = clock
         self._sleep = sleep
         self._lock = threading.Lock()
@@ -92,9 +92,9 @@ class LinkThrottle:
         """
         with self._lock:
             start = max(self._free_at, started_at)
-            duration = num_bytes / self._bytes_per_s if self._bytes_per_s else 0.0
+            duration = num_bytes / self.bytes_per_s if self.bytes_per_s else 0.0
             self._free_at = start + duration
-            ready_at = self._free_at + (self._latency_s if is_end else 0.0)
+            ready_at = self._free_at + (self.latency_s if is_end else 0.0)
         remaining = ready_at - self._clock()
         if remaining > 0:
             self._sleep(remaining)
