@@ -39,6 +39,9 @@ KEYS = {
     "pageup": "\x1b[5~",
     "pagedown": "\x1b[6~",
     "f1": "\x1bOP",
+    "f2": "\x1bOQ",
+    "f3": "\x1bOR",
+    "f4": "\x1bOS",
 }
 """What a terminal sends for a key; `ctrl+<letter>` is worked out."""
 
