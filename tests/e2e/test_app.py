@@ -66,7 +66,9 @@ def link_models(source: Path, target: Path, *without: str) -> None:
 
 def open_program(data_dir: Path, **settings: str) -> Terminal:
     environment = {**SETTINGS, "HOME": str(data_dir.parent), **settings}
-    return Terminal(PROGRAM, columns=COLUMNS, lines=LINES, timeout_s=60, environment=environment)
+    return Terminal(
+        PROGRAM, columns=COLUMNS, lines=LINES, environment=environment, timeout_s=REPLY_TIMEOUT_S
+    )
 
 
 def wait_for_chat(terminal: Terminal, timeout_s: float = REPLY_TIMEOUT_S) -> None:
@@ -174,6 +176,7 @@ def test_stopped_edited_and_repeated_turns_stay_beside_each_other(known_home):
         terminal.wait_for("2/3 ·", "Paris")
 
         terminal.press("up")
+        terminal.wait_for("Edit")
         terminal.type("e")
         terminal.wait_for("editing: Enter sends")
         terminal.type(", they say,\r")
@@ -182,7 +185,9 @@ def test_stopped_edited_and_repeated_turns_stay_beside_each_other(known_home):
         terminal.press("escape")
         wait_for_chat(terminal)
         terminal.press("tab")
+        terminal.wait_for("Copy")
         terminal.press("up")
+        terminal.wait_for("Edit")
         terminal.type("[")
         terminal.wait_for("1/2", "2/3 ·", "Paris")
         terminal.wait_gone("they say")
@@ -227,7 +232,9 @@ def test_app_killed_during_a_reply_keeps_finished_turns_where_a_search_finds_the
         terminal.wait_gone("Paris")
         terminal.press("f3")
         terminal.wait_for("History", "1 chat")
-        terminal.type("/paris")
+        terminal.type("/")
+        terminal.wait_for("To the list")
+        terminal.type("paris")
         terminal.wait_for("is Paris.")
         terminal.press("enter")
         terminal.wait_for("Ask something.", CAPITAL, STORY, "is Paris.")
@@ -242,7 +249,9 @@ def test_k_details_and_size_change_while_the_model_answers(known_home):
         terminal.press("f2")
         terminal.wait_for("Live controls", "no drafting")
         terminal.press("down")
+        terminal.wait_for_cursor_at("no drafting")
         terminal.press("backspace")
+        terminal.wait_for("auto, 0 to 32")
         terminal.type("2")
         terminal.wait_for("fixed at 2", "At the next turn")
         terminal.press("enter")
