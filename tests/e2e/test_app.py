@@ -8,17 +8,15 @@ of a test's time, so a test follows one person from a start on.
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import signal
 import sys
 from pathlib import Path
 
 import psutil
 import pytest
+from app_homes import link_models, make_home
 from e2e.terminal import Terminal
-from mira_app.app_state import AppState, StateFile
 
 pytestmark = [pytest.mark.builtin, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -42,26 +40,15 @@ _COUNT = re.compile(r"reply\s+(\d+) tokens")
 @pytest.fixture
 def home(builtin_data_dir, data_dir) -> Path:
     """The data folder of a home where the model is prepared and the app was never started."""
-    link_models(builtin_data_dir, data_dir)
-    if (builtin_data_dir / "cache").is_dir():
-        shutil.copytree(builtin_data_dir / "cache", data_dir / "cache")
+    make_home(builtin_data_dir, data_dir, is_known=False)
     return data_dir
 
 
 @pytest.fixture
-def known_home(home) -> Path:
+def known_home(builtin_data_dir, data_dir) -> Path:
     """The same where the app was used before, so that it opens the model by itself."""
-    (home / "state").mkdir()
-    StateFile(home / "state" / "state.json").save(AppState(is_tour_done=True, model="builtin"))
-    return home
-
-
-def link_models(source: Path, target: Path, *without: str) -> None:
-    """Links to each of the source's files, but to none of the names in `without`."""
-    shutil.copytree(
-        source / "models", target / "models",
-        copy_function=os.symlink, ignore=shutil.ignore_patterns("*.lock", *without),
-    )  # fmt: skip
+    make_home(builtin_data_dir, data_dir, is_known=True)
+    return data_dir
 
 
 def open_program(data_dir: Path, **settings: str) -> Terminal:
@@ -189,7 +176,7 @@ def test_stopped_edited_and_repeated_turns_stay_beside_each_other(known_home):
         terminal.press("up")
         terminal.wait_for("Edit")
         terminal.type("[")
-        terminal.wait_for("1/2", "2/3 ·", "Paris")
+        terminal.wait_for("1/2", "3/3 ·", "Paris")
         terminal.wait_gone("they say")
         quit_program(terminal)
 
@@ -274,6 +261,8 @@ def test_k_details_and_size_change_while_the_model_answers(known_home):
         wait_for_tokens(terminal, more_than=so_far)
         stop_reply(terminal)
 
+        terminal.wait_for("K 2")
+        wait_for_chat(terminal)
         terminal.press("ctrl+r")
         terminal.wait_for("2/2 ·", "answering", timeout_s=REPLY_TIMEOUT_S)
         terminal.wait_for("of 2", timeout_s=REPLY_TIMEOUT_S)
