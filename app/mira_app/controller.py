@@ -418,6 +418,8 @@ class ChatController:
             self._load(Stage.LOADING)
         elif isinstance(event, ModelLoaded):
             self.loaded, self._call, self._engine_before = event, None, None
+            # Until the next reply the plan says which K holds, not the governor before.
+            self.stats = dataclasses.replace(self.stats, governor_reason="")
             if self._is_reply_due:
                 self._generate()
             else:

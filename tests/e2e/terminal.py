@@ -39,6 +39,9 @@ KEYS = {
     "pageup": "\x1b[5~",
     "pagedown": "\x1b[6~",
     "f1": "\x1bOP",
+    "f2": "\x1bOQ",
+    "f3": "\x1bOR",
+    "f4": "\x1bOS",
 }
 """What a terminal sends for a key; `ctrl+<letter>` is worked out."""
 
@@ -116,6 +119,11 @@ class Terminal:
         return "\n".join(line.rstrip() for line in self._screen.display)
 
     @property
+    def cursor_line(self) -> str:
+        """The line that the cursor is in, where the program puts it there."""
+        return self._screen.display[self._screen.cursor.y].rstrip()
+
+    @property
     def is_alive(self) -> bool:
         """Whether the program still runs."""
         return self._child.isalive()
@@ -174,6 +182,21 @@ class Terminal:
         """
         return self.wait_until(
             lambda screen: text not in screen, what=f"no {text!r}", timeout_s=timeout_s
+        )
+
+    def wait_for_cursor_at(self, text: str, timeout_s: float | None = None) -> str:
+        """Waits until the cursor is in a line with `text`, and returns the screen.
+
+        Programs hand keys on at their own pace: who moves the cursor and types at once may
+        type into the field before.
+
+        Raises:
+            ScreenTimeoutError: It did not come there in time, or the program ended first.
+        """
+        return self.wait_until(
+            lambda _: text in self.cursor_line,
+            what=f"the cursor beside {text!r}",
+            timeout_s=timeout_s,
         )
 
     def wait_until(

@@ -66,6 +66,19 @@ def test_resize_reaches_the_program():
         terminal.wait_for("90 by 25.")
 
 
+def test_cursor_is_waited_for():
+    code = (
+        r"print('one\ntwo\x1b[1;1H', end='', flush=True); input();"
+        r"print('\x1b[2;2H', end='', flush=True); input()"
+    )
+    with python(code) as terminal:
+        terminal.wait_for_cursor_at("one")
+        with pytest.raises(ScreenTimeoutError, match="the cursor beside 'two'"):
+            terminal.wait_for_cursor_at("two", timeout_s=0.05)
+        terminal.type("\r")
+        terminal.wait_for_cursor_at("two")
+
+
 def test_keys_and_signals_reach_the_program():
     code = (
         "import sys, tty\n"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from app_fakes import FakeCatalog, FakeEngineClient, FakeHistory
 from fake_engine import PLAN, STATS
@@ -265,6 +267,15 @@ def test_reconfigure_waits_for_the_reply_and_keeps_the_model(ready, client):
     ready.poll()
     assert ready.stage is Stage.READY
     assert ready.settings.engine == engine
+
+
+def test_reconfigure_leaves_no_reason_for_a_k_that_no_longer_holds(ready, client):
+    ready.stats = replace(ready.stats, governor_reason="drafting is off.")
+    ready.reconfigure(api.EngineConfig(num_draft_tokens=2))
+    ready.poll()
+    client.deliver_loaded(PLAN)
+    ready.poll()
+    assert not ready.stats.governor_reason
 
 
 def test_refused_reconfigure_goes_back_and_the_model_stays_loaded(ready, client):

@@ -264,6 +264,10 @@ class MiraApp(HistoryApp):
         self._engine = event.config
         self.controller.reconfigure(event.config)
 
+    async def on_composer_submitted(self) -> None:
+        """Forgets at once, also on the disk, the draft of what the chat has just sent."""
+        await self._remember()
+
     # -- actions
 
     def action_help(self) -> None:

@@ -7,7 +7,7 @@ screen lies over which is `MiraApp`'s. The store is asked in threads.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from mira_engine.api import MiraError
@@ -85,19 +85,22 @@ class HistoryApp(PersonalApp):
         assert store is not None
         try:
             chat = await asyncio.to_thread(store.load, chat_id)
-            await self._show_stored(chat, turn_id)
+            await self._show_stored(chat, turn_id, bring=self.show_chat)
         except MiraError as error:
             self.tell_problem(error)
-        else:
-            self.show_chat()
 
-    async def _show_stored(self, chat: StoredChat, turn_id: int | None) -> None:
+    async def _show_stored(
+        self, chat: StoredChat, turn_id: int | None, bring: Callable[[], None] | None = None
+    ) -> None:
+        """Draws a chat, once `bring` has brought it to the front: covered, it has no layout."""
         try:
             self.controller.open_chat(chat)
         except ValueError:
             raise MiraError("A reply is under way.", hint="Esc stops it.") from None
         self._due_turn_id = turn_id
         self._is_drawing_due = True
+        if bring is not None:
+            bring()
         if self._is_chat_dressed:
             await self._draw_due_chat()
 

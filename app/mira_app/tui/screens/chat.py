@@ -108,10 +108,11 @@ class ChatScreen(Screen[None]):
         self._show_state()
 
     def on_screen_resume(self) -> None:
-        """Puts the cursor where one writes."""
+        """Puts the cursor where one writes, unless a message was gone to."""
         self._footer_stage = None  # it may not follow while another screen is shown
         self._show_state()
-        self.composer.focus()
+        if not isinstance(self.focused, ChatMessage):
+            self.set_focus(self.composer)
 
     # -- asking
 

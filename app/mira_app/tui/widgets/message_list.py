@@ -162,7 +162,12 @@ class MessageList(VerticalScroll, can_focus=False):
         self.call_after_refresh(self._scroll_to_aim)
 
     def _scroll_to_aim(self) -> None:
-        if self._aim is not None and self._aim.is_attached:
+        if self._aim is None or not self._aim.is_attached:
+            return
+        if not self.max_scroll_y:
+            self.anchor()  # all fits, or is not laid out yet: it cannot be scrolled into view
+        else:
+            self.anchor(False)
             self.scroll_to(y=max(1, self._aim.virtual_region.y - 1), animate=False, immediate=True)
 
     async def to_start(self) -> None:
