@@ -14,7 +14,7 @@ from textual.binding import Binding
 from textual.containers import Horizontal, Vertical
 from textual.content import Content
 from textual.message import Message
-from textual.screen import Screen
+from textual.screen import ActiveBinding, Screen
 from textual.widgets import Footer, Static
 
 from mira_app.clipboard import ClipboardError, ClipboardRoute, copy_text
@@ -24,6 +24,8 @@ from mira_app.figures import count
 from mira_app.panel_history import PanelHistory, PanelState
 from mira_app.passages import code_blocks
 from mira_app.sanitise import sanitise
+from mira_app.tui.footer_keys import without
+from mira_app.tui.keymap import key_text
 from mira_app.tui.widgets.composer import Composer
 from mira_app.tui.widgets.context_meter import ContextMeter
 from mira_app.tui.widgets.live_panel import LivePanel
@@ -41,6 +43,45 @@ _TALL_ROWS = 12
 _BUSY = "One moment: the model is busy. Esc stops it."
 
 
+_LESS_ON_A_MESSAGE = {
+    "chat.regenerate", "chat.new", "chat.models", "app.controls", "app.history", "app.quit",
+}  # fmt: skip
+"""Keys that the footer has no room for beside those of a message."""
+
+
+_HINTS = {
+    "chat.chat_settings": "system prompt and sampling",
+    "app.details": "the engine in full",
+    "app.palette": "all commands",
+}
+"""What an empty chat tells of, by binding."""
+
+
+def _key(
+    key: str,
+    action: str,
+    name: str,
+    about: str,
+    *,
+    id: str = "",
+    is_shown: bool = True,
+    is_priority: bool = False,
+) -> Binding:
+    return Binding(
+        key,
+        action,
+        name,
+        show=is_shown,
+        priority=is_priority,
+        tooltip=about,
+        id=id or f"chat.{action}",
+    )
+
+
+def _hidden(key: str, action: str, name: str, *, id: str) -> Binding:
+    return Binding(key, action, name, show=False, priority=True, id=id)
+
+
 class ChatScreen(Screen[None]):
     """One conversation with the loaded model."""
 
@@ -48,16 +89,16 @@ class ChatScreen(Screen[None]):
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (_WIDE_COLUMNS, "-wide")]
     VERTICAL_BREAKPOINTS = [(0, "-short"), (_TALL_ROWS, "-tall")]
     BINDINGS = [
-        Binding("escape", "stop", "Stop", priority=True, id="chat.stop"),
-        Binding("ctrl+r", "regenerate", "Retry", id="chat.regenerate"),
-        Binding("ctrl+n", "new_chat", "New", id="chat.new"),
-        Binding("ctrl+o", "models", "Models", id="chat.models"),
-        Binding("f5", "chat_settings", "Chat", show=False, id="chat.chat_settings"),
-        Binding("ctrl+t", "fold", "Fold thinking", show=False, id="chat.fold"),
-        Binding("ctrl+end", "tail", "Newest", show=False, priority=True, id="chat.tail"),
-        Binding("ctrl+home", "start", "First", show=False, priority=True, id="chat.start"),
-        Binding("pageup", "page(-1)", "Up", show=False, priority=True, id="chat.page_up"),
-        Binding("pagedown", "page(1)", "Down", show=False, priority=True, id="chat.page_down"),
+        _key("escape", "stop", "Stop", "stop the reply, keep its text", is_priority=True),
+        _key("ctrl+r", "regenerate", "Retry", "another reply to the question"),
+        _key("ctrl+n", "new_chat", "New", "a new chat", id="chat.new"),
+        _key("ctrl+o", "models", "Models", "the menu of models"),
+        _key("f5", "chat_settings", "Chat settings", "system prompt, sampling", is_shown=False),
+        _key("ctrl+t", "fold", "Fold thinking", "fold or open thinking", is_shown=False),
+        _hidden("ctrl+end", "tail", "Newest text", id="chat.tail"),
+        _hidden("ctrl+home", "start", "First message", id="chat.start"),
+        _hidden("pageup", "page(-1)", "Page up", id="chat.page_up"),
+        _hidden("pagedown", "page(1)", "Page down", id="chat.page_down"),
     ]
 
     @dataclass
@@ -84,6 +125,7 @@ class ChatScreen(Screen[None]):
         self._footer_stage: Stage | None = None
         self._shown_stage: Stage | None = None
         self._told_trimmed: ContextTrimmed | None = None
+        self._welcomed: str | None = None
         # A reply may be over before the widget that shows it is mounted: one at a time.
         self._drawing = asyncio.Lock()
 
@@ -296,6 +338,13 @@ class ChatScreen(Screen[None]):
 
     # -- other screens
 
+    @property
+    def active_bindings(self) -> dict[str, ActiveBinding]:
+        """Leaves out of the footer what has no room beside the keys of a message."""
+        bindings = super().active_bindings
+        is_message = isinstance(self.focused, ChatMessage)
+        return without(bindings, _LESS_ON_A_MESSAGE) if is_message else bindings
+
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Dims Stop while there is nothing to stop."""
         del parameters
@@ -404,6 +453,7 @@ class ChatScreen(Screen[None]):
         self.model_line.update(
             Content.assemble(("mira-chat  ", "bold $primary"), sanitise(title), f" · {facts}")
         )
+        self._welcome(title)
         limit = loaded.context_length if loaded is not None else 0
         if controller.stats.num_prompt_tokens or stage is not Stage.REPLYING:
             self.context_meter.show(controller.stats, limit)
@@ -424,6 +474,30 @@ class ChatScreen(Screen[None]):
         )
         self.strip.show(self.panel_state)
         self.side_panel.show(self.panel_state)
+
+    def _welcome(self, title: str) -> None:
+        """Says in an empty chat who answers, and the keys that no footer names."""
+        if title == self._welcomed:
+            return
+        self._welcomed = title
+        entry = self._controller.entry
+        about = sanitise(entry.about) if entry is not None else ""
+        keys = {
+            active.binding.id: key_text(active.binding.key)
+            for active in self.active_bindings.values()
+        }
+        hints = (
+            f"{keys[binding_id]} {does}"
+            for binding_id, does in _HINTS.items()
+            if binding_id in keys
+        )
+        self.messages.welcome.update(
+            Content.assemble(
+                (f"A new chat with {sanitise(title)}.", "bold"),
+                f"\n{about}\n\n" if about else "\n\n",
+                "  ·  ".join(hints),
+            )
+        )
 
     def _show_caption(self) -> None:
         controller, prompt = self._controller, self._controller.prompt_progress

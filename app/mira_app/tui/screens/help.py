@@ -42,7 +42,7 @@ def _key_table(rows: Sequence[KeyRow]) -> Content:
         Content.assemble(
             (f"  {row.keys:<{_KEYS_WIDTH}} ", "bold"),
             f" {_cut(row.about):<{_ABOUT_WIDTH}} ",
-            (row.binding_id, "$text-muted"),
+            (row.binding_id, "$foreground 60%"),
         )
         for row in rows
     )

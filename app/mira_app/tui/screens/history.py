@@ -21,7 +21,7 @@ from textual.binding import Binding
 from textual.containers import Vertical
 from textual.content import Content
 from textual.message import Message
-from textual.screen import Screen
+from textual.screen import ActiveBinding, Screen
 from textual.widgets import Footer, Input, OptionList, Static
 from textual.widgets.option_list import Option
 
@@ -30,12 +30,17 @@ from mira_app.figures import count
 from mira_app.history import ChatSummary, HistoryError, HistoryStore, Hit, utc_now
 from mira_app.history_search import search_words
 from mira_app.sanitise import sanitise
+from mira_app.tui.footer_keys import without
 
 ROW_LINES = 2
 MAX_ROWS = 200
 """More chats than that are found by searching."""
 
 _SHORT_ROWS = 20
+
+_LESS = frozenset({"app.controls", "app.history", "app.quit"})
+_LESS_WITH_UNDO = _LESS | {"history.import"}
+"""Keys that the footer has no room for."""
 
 
 class ChatList(OptionList):
@@ -214,6 +219,12 @@ class HistoryScreen(Screen[None]):
     def _marked(self) -> ChatSummary | Hit | None:
         index = self.chat_list.highlighted
         return self._rows[index] if index is not None and index < len(self._rows) else None
+
+    @property
+    def active_bindings(self) -> dict[str, ActiveBinding]:
+        """Leaves out of the footer what has no room beside the keys of the list."""
+        less = _LESS_WITH_UNDO if self._deleted else _LESS
+        return without(super().active_bindings, less)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Shows only the keys that do something now."""

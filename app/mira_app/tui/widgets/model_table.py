@@ -53,7 +53,7 @@ class ModelList(DataTable[Text]):
         models = [row.entry.model for row in rows]
         is_same = models == [row.entry.model for row in self._shown_rows]
         self._shown_rows, self._heading = list(rows), (column, is_down)
-        widths = columns_for(self.size.width - _SCROLLBAR_WIDTH)
+        widths = columns_for(self.outer_size.width - _SCROLLBAR_WIDTH)
         layout = tuple((each.name, self._label(each), width) for each, width in widths.items())
         if is_same and layout == self._layout:
             self._update(widths)
