@@ -165,13 +165,6 @@ async def tour(scene: Scene, pilot: Pilot) -> None:
     await until(pilot, lambda: isinstance(scene.app.screen, TourScreen))
 
 
-async def palette(scene: Scene, pilot: Pilot) -> None:
-    await scene.answered(pilot)
-    await pilot.press("ctrl+p")
-    await until(pilot, lambda: type(scene.app.screen).__name__ == "CommandPalette")
-    await pilot.pause(0.5)
-
-
 async def chat_settings(scene: Scene, pilot: Pilot) -> None:
     await scene.answered(pilot)
     await pilot.press("f5")
@@ -212,17 +205,9 @@ async def history_search(pilot: Pilot) -> None:
     await search(pilot, "needle")
 
 
-async def history_rename(pilot: Pilot) -> None:
-    await pilot.press("down", "r")
-
-
 async def history_deleted(pilot: Pilot) -> None:
     await pilot.press("d")
     await listed(pilot, 3)
-
-
-async def history_export(pilot: Pilot) -> None:
-    await pilot.press("e")
 
 
 LOOKS: dict[str, Look] = {
@@ -239,12 +224,9 @@ LOOKS: dict[str, Look] = {
     "details": _chat(details),
     "controls": _chat(controls),
     "chat-settings": _chat(chat_settings),
-    "palette": _chat(palette),
     "tour": _chat(tour),
     "history": _history(history_list),
     "history-search": _history(history_search),
-    "history-rename": _history(history_rename),
     "history-deleted": _history(history_deleted),
-    "history-export": _history(history_export),
     "history-empty": _history(history_list, is_filled=False),
 }

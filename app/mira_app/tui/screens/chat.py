@@ -15,7 +15,7 @@ from textual.containers import Horizontal, Vertical
 from textual.content import Content
 from textual.message import Message
 from textual.screen import ActiveBinding, Screen
-from textual.widgets import Footer, Static
+from textual.widgets import Static
 
 from mira_app.clipboard import ClipboardError, ClipboardRoute, copy_text
 from mira_app.controller import ChatController, Stage, Update
@@ -24,7 +24,7 @@ from mira_app.figures import count
 from mira_app.panel_history import PanelHistory, PanelState
 from mira_app.passages import code_blocks
 from mira_app.sanitise import sanitise
-from mira_app.tui.footer_keys import without
+from mira_app.tui.footer_keys import KeyFooter, without
 from mira_app.tui.keymap import key_text
 from mira_app.tui.widgets.composer import Composer
 from mira_app.tui.widgets.context_meter import ContextMeter
@@ -142,7 +142,7 @@ class ChatScreen(Screen[None]):
                 yield LivePanel(is_column=False, id="strip")
                 yield Composer()
             yield SidePanel(id="side")
-        yield Footer(show_command_palette=False)
+        yield KeyFooter()
 
     async def on_mount(self) -> None:
         """Begins with what the controller already knows."""

@@ -22,7 +22,7 @@ from textual.containers import Vertical
 from textual.content import Content
 from textual.message import Message
 from textual.screen import ActiveBinding, Screen
-from textual.widgets import Footer, Input, OptionList, Static
+from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
 from mira_app.chat_files import export_chat, free_path, read_chats
@@ -30,7 +30,7 @@ from mira_app.figures import count
 from mira_app.history import ChatSummary, HistoryError, HistoryStore, Hit, utc_now
 from mira_app.history_search import search_words
 from mira_app.sanitise import sanitise
-from mira_app.tui.footer_keys import without
+from mira_app.tui.footer_keys import KeyFooter, without
 
 ROW_LINES = 2
 MAX_ROWS = 200
@@ -141,7 +141,7 @@ class HistoryScreen(Screen[None]):
             yield Static(id="note")
             yield AnswerInput(id="path", select_on_focus=False)
         yield AnswerInput(id="rename", compact=True)
-        yield Footer(show_command_palette=False)
+        yield KeyFooter()
 
     def on_mount(self) -> None:
         """Fills the list."""

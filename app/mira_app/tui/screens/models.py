@@ -13,7 +13,7 @@ from textual.containers import Vertical, VerticalScroll
 from textual.content import Content
 from textual.message import Message
 from textual.screen import ActiveBinding, Screen
-from textual.widgets import DataTable, Footer, Input, Static
+from textual.widgets import DataTable, Input, Static
 
 from mira_app.catalog import CatalogEntry
 from mira_app.controller import ChatController, Stage, Update
@@ -21,7 +21,7 @@ from mira_app.job import Job, JobState
 from mira_app.model_desk import ModelDesk
 from mira_app.model_rows import Column, ModelRow, Tone, details, matching, ordered
 from mira_app.sanitise import sanitise
-from mira_app.tui.footer_keys import without
+from mira_app.tui.footer_keys import KeyFooter, without
 from mira_app.tui.screens.add_model import AddModelScreen
 from mira_app.tui.screens.remove_model import RemoveModelScreen
 from mira_app.tui.widgets.model_table import ModelList
@@ -116,7 +116,7 @@ class ModelsScreen(Screen[None]):
             yield WorkView(has_eta=self._desk is None, id="work")
             yield Static("Stopped; what was finished is kept.", id="note")
             yield Static(id="problem")
-        yield Footer(show_command_palette=False)
+        yield KeyFooter()
 
     def on_mount(self) -> None:
         """Begins to look for what other apps prepare, and for news of the jobs."""
