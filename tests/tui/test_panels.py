@@ -274,7 +274,8 @@ async def test_keys_change_the_width_and_the_figures_follow() -> None:
         side.focus()
         for keys, width in (
             (("ctrl+left",), USUAL_COLUMNS + 8), (("<",), USUAL_COLUMNS + 16),
-            (("<",) * 9, 80), ((">",) * 9, 24), (("<",), 32), (("ctrl+left", "ctrl+right"), 32),
+            (("<",) * 9, 80), ((">",) * 9, USUAL_COLUMNS), (("<",), USUAL_COLUMNS + 8),
+            (("ctrl+left", "ctrl+right"), USUAL_COLUMNS + 8),
         ):  # fmt: skip
             await pilot.press(*keys)
             await until(pilot, lambda width=width: side.outer_size.width == width)

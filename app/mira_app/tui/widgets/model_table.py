@@ -9,6 +9,7 @@ from rich.text import Text
 from textual import events
 from textual.binding import Binding
 from textual.coordinate import Coordinate
+from textual.theme import Theme
 from textual.widgets import DataTable
 
 from mira_app.model_rows import Column, ModelRow, Tone, cell, columns_for, tone
@@ -29,6 +30,16 @@ class ModelList(DataTable[Text]):
         self._heading: tuple[Column | None, bool] = (None, False)
         self._layout: tuple[tuple[str, str, int], ...] = ()
         self._cells: dict[tuple[str, str], Text] = {}
+
+    def on_mount(self) -> None:
+        """Draws anew in other colours."""
+        self.app.theme_changed_signal.subscribe(self, self._recolour)
+
+    def _recolour(self, theme: Theme) -> None:
+        del theme
+        self._layout = ()
+        column, is_down = self._heading
+        self.show(self._shown_rows, column, is_down=is_down)
 
     @property
     def shown(self) -> list[ModelRow]:

@@ -102,6 +102,8 @@ class HistoryPlot(PlotextPlot):
         plot.clear_data()
         plot.title(self.heading)
         plot.grid(False, False)
+        # As grey, some colours are as dark as the background: letters differ all the same.
+        is_grey = self.app.no_color
         top = 0.0
         for line in PLOTS[self._title]:
             seconds, values = points(session, line.read)
@@ -110,7 +112,7 @@ class HistoryPlot(PlotextPlot):
                     seconds,
                     values,
                     marker=line.mark,
-                    color=line.colour,
+                    color="default" if is_grey else line.colour,
                 )
                 top = max(top, *values)
         plot.ylim(0, 1.05 * top if top else 1)
