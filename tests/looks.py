@@ -84,7 +84,7 @@ def _chat(reach: Callable[[Scene, Pilot], Awaitable[None]]) -> Look:
     return make
 
 
-async def feed(scene: Scene, pilot: Pilot, num_steps: int = 40) -> None:
+async def feed(scene: Scene, pilot: Pilot, num_steps: int = 24) -> None:
     """Has the engine tell of that many quarters of a second, and the panels show the last."""
     source = Feed()
     for _ in range(num_steps):

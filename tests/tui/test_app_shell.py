@@ -24,6 +24,7 @@ from mira_app.tui.app import MiraApp, run_app
 from mira_app.tui.screens.models import ModelsScreen
 from mira_app.tui.screens.too_small import TooSmallScreen
 from mira_app.tui.widgets.composer import Composer
+from mira_app.tui.widgets.panels.side_panel import USUAL_COLUMNS
 from mira_assets.themes import PALETTES
 from mira_engine import api
 from textual.color import Color
@@ -355,7 +356,7 @@ async def test_panels_are_hidden_shown_and_widened(paths):
         await until(pilot, lambda: side.region.width == 44)
         await until(pilot, lambda: read_settings_file(paths.config).values == {"panel_width": 44})
         app.widen_panels(-400)
-        assert side.columns == 24
+        assert side.columns == USUAL_COLUMNS
 
 
 # -- keys

@@ -1,13 +1,25 @@
-"""How the screens look: every look small and large in the dark, a few in other colours."""
+"""How the screens look: every look small and large in the dark, a few in other colours.
+
+While an app is there, its footer is checked too: whole at 80 columns, no name twice.
+"""
 
 from __future__ import annotations
 
 import pytest
 from looks import LOOKS
 from mira_app.tui.widgets.panels import side_panel
+from textual.widgets._footer import FooterKey
 
 SMALL, LARGE = (80, 24), (120, 40)
-ONLY_SMALL = {"new-chat", "messages", "history-deleted", "history-empty", "chat-settings"}
+ONLY_SMALL = {
+    "new-chat",
+    "messages",
+    "history-deleted",
+    "history-empty",
+    "chat-settings",
+    "stopped",
+    "editing",
+}
 """Looks that a larger terminal gives nothing but room."""
 COLOURED = ["models", "streaming", "details"]
 
@@ -25,8 +37,17 @@ def compare(snap_compare, tmp_path, name, size, theme=None) -> bool:
         if theme is not None:
             app.theme = theme
         await reach(pilot)
+        check_footer(app)
 
     return snap_compare(app, terminal_size=size, run_before=run)
+
+
+def check_footer(app) -> None:
+    keys = list(app.screen.query(FooterKey))
+    names = [key.description for key in keys]
+    assert all(key.region.right <= app.size.width for key in keys)
+    assert len({*names}) == len(names)
+    assert not keys or "Help" in names or "Apply" in names
 
 
 def title(size) -> str:
