@@ -56,6 +56,16 @@ async def test_start_with_the_last_model_is_a_chat_that_takes_text_before_it_is_
         assert app.chat_screen.composer.text == "hi"
 
 
+async def test_draft_is_kept_by_a_timer_that_ends_while_the_chat_is_taken_down(paths):
+    StateFile(paths.state).save(AppState(is_tour_done=True, model="builtin", draft="kept"))
+    app = make_app(paths)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await until(pilot, lambda: app._is_chat_dressed)
+        await app.chat_screen.query("*").remove()
+        await app._remember()
+        assert StateFile(paths.state).load().draft == "kept"
+
+
 @pytest.mark.parametrize(
     ("state", "flags", "is_ready"),
     [
