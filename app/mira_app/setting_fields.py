@@ -44,7 +44,7 @@ from .setting_parsers import (
 DEFAULT_MAX_TOKENS = 1024
 """Most tokens of a reply where nobody chose: a small model may repeat itself for ever."""
 
-PANEL_WIDTHS = range(24, 81)
+PANEL_WIDTHS = range(35, 81)
 """Columns that the live panels may take."""
 
 
@@ -298,7 +298,7 @@ FIELDS: tuple[SettingField, ...] = (
     _interface(
         "panels", "are_panels_shown", parse_switch, "Whether the live panels are shown at start."
     ),
-    _interface("panel_width", "panel_width", _whole, "Columns of the live panels, 24 to 80."),
+    _interface("panel_width", "panel_width", _whole, "Columns of the live panels, 35 to 80."),
     _interface(
         "restore_chat", "is_chat_restored", parse_switch,
         "Whether the app opens the model and the chat of the last time.",

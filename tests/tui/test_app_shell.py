@@ -24,6 +24,7 @@ from mira_app.tui.app import MiraApp, run_app
 from mira_app.tui.screens.models import ModelsScreen
 from mira_app.tui.screens.too_small import TooSmallScreen
 from mira_app.tui.widgets.composer import Composer
+from mira_app.tui.widgets.panels.side_panel import USUAL_COLUMNS
 from mira_assets.themes import PALETTES
 from mira_engine import api
 from textual.color import Color
@@ -53,6 +54,16 @@ async def test_start_with_the_last_model_is_a_chat_that_takes_text_before_it_is_
         await load(pilot)
         assert app.screen is app.chat_screen
         assert app.chat_screen.composer.text == "hi"
+
+
+async def test_draft_is_kept_by_a_timer_that_ends_while_the_chat_is_taken_down(paths):
+    StateFile(paths.state).save(AppState(is_tour_done=True, model="builtin", draft="kept"))
+    app = make_app(paths)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await until(pilot, lambda: app._is_chat_dressed)
+        await app.chat_screen.query("*").remove()
+        await app._remember()
+        assert StateFile(paths.state).load().draft == "kept"
 
 
 @pytest.mark.parametrize(
@@ -355,7 +366,7 @@ async def test_panels_are_hidden_shown_and_widened(paths):
         await until(pilot, lambda: side.region.width == 44)
         await until(pilot, lambda: read_settings_file(paths.config).values == {"panel_width": 44})
         app.widen_panels(-400)
-        assert side.columns == 24
+        assert side.columns == USUAL_COLUMNS
 
 
 # -- keys

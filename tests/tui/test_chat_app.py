@@ -336,7 +336,9 @@ async def test_panel_shows_figures_and_notes():
     scene = Scene()
     async with scene.app.run_test(size=(120, 40)) as pilot:
         await scene.answered(pilot)
-        text = str(scene.app.screen.query_one("#column").content)
+        column = scene.app.screen.query_one("#column")
+        await until(pilot, lambda: "13.0" in str(column.content))  # it rests between pictures
+        text = str(column.content)
         for figure in ("13.0", "90.5%", "5210 / 550", "6.5 ms/token", "0.89 of 2", "742 / 901"):
             assert figure in text
         for notice in NOTICES:

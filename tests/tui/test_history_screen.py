@@ -1,69 +1,37 @@
-"""The history's screen over a real store: every key, and how it looks.
-
-The functions that begin with `scene_` bring the screen into fixed states; `LOOKS` names
-them for snapshots.
-"""
+"""The history's screen over a real store: every key."""
 
 from __future__ import annotations
 
 import threading
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from app_scenes import until
+from history_scenes import (
+    CHATS,
+    NOW,
+    HistoryApp,
+    fill,
+    footer,
+    listed,
+    note,
+    open_store,
+    search,
+    type_text,
+)  # fmt: skip
 from mira_app.conversation import Conversation
 from mira_app.export import to_jsonl
-from mira_app.history import HistoryError, HistoryStore, StoredChat
-from mira_app.tui.screens.history import ROW_LINES, HistoryScreen, ago
-from textual.app import App
-from textual.pilot import Pilot
+from mira_app.history import HistoryError, StoredChat
+from mira_app.tui.screens.history import ROW_LINES, ago
 from textual.widgets._footer import FooterKey
-
-NOW = datetime(2026, 3, 4, 12, 0, tzinfo=UTC)
-NASTY = "\x1b[31mred\x1b]0;title\x07 \u202eevil 👩‍👩‍👧‍👦 日本語 \x9b2J"
-CHATS = [
-    ("sky", "Why is the sky blue?", "Rayleigh scattering: blue light is scattered most."),
-    ("cache", "Explain what a cache is.", "A cache keeps *copies* of what was used recently."),
-    ("nasty", f"{NASTY} question", f"{NASTY} answer\nwith a needle"),
-    ("long", "Summarise this: " + "word " * 300, "word " * 3000 + "needle " + "word " * 3000),
-]
-
-
-class HistoryApp(App[None]):
-    """Pushes the screen and remembers what it said."""
-
-    def __init__(self, store: HistoryStore, folder: Path) -> None:
-        super().__init__()
-        self.store = store
-        self.said: list = []
-        self.history = HistoryScreen(store, current_chat_id="sky", folder=folder, clock=lambda: NOW)
-
-    def on_mount(self) -> None:
-        self.push_screen(self.history)
-
-    def on_history_screen_chosen(self, event: HistoryScreen.Chosen) -> None:
-        self.said.append(event)
-
-    on_history_screen_renamed = on_history_screen_deleted = on_history_screen_chosen
 
 
 @pytest.fixture
 def store(tmp_path):
-    times = iter(range(10_000))
-    store = HistoryStore(
-        tmp_path / "data" / "history.sqlite",
-        clock=lambda: NOW - timedelta(hours=30) + timedelta(hours=7) * next(times),
-    )
-    store.open()
+    store = open_store(tmp_path / "data" / "history.sqlite")
     yield store
     store.close()
-
-
-def fill(store: HistoryStore) -> None:
-    for chat_id, question, answer in reversed(CHATS):
-        conversation = Conversation().with_user(question).with_reply(answer, model="builtin")
-        store.save(StoredChat(chat_id=chat_id, model="builtin", conversation=conversation))
 
 
 @pytest.fixture
@@ -82,27 +50,6 @@ def ids(app: HistoryApp) -> list[str]:
 
 def prompts(app: HistoryApp) -> str:
     return "\n".join(str(option.prompt) for option in app.history.chat_list.options)
-
-
-def note(app: HistoryApp) -> str:
-    return str(app.history.note.content) if app.history.note.display else ""
-
-
-async def listed(pilot: Pilot, num_rows: int = len(CHATS)) -> None:
-    await until(pilot, lambda: pilot.app.history.is_mounted)
-    await until(pilot, lambda: len(pilot.app.history._rows) == num_rows)
-    await pilot.pause()
-
-
-async def type_text(pilot: Pilot, text: str) -> None:
-    await pilot.press(*("space" if char == " " else char for char in text))
-
-
-async def search(pilot: Pilot, text: str) -> None:
-    await pilot.press("slash")
-    await type_text(pilot, text)
-    await until(pilot, lambda: pilot.app.history._shown_search == text)
-    await pilot.pause()
 
 
 # -- the list ------------------------------------------------------------------------------
@@ -172,10 +119,6 @@ async def test_footer_shows_the_keys_that_do_something(app):
         await until(pilot, lambda: "Undo" in footer(app))
         keys = list(app.screen.query(FooterKey))
         assert keys[-1].region.right <= 80
-
-
-def footer(app: HistoryApp) -> set[str]:
-    return {key.description for key in app.screen.query(FooterKey)}
 
 
 def test_every_binding_has_an_id():
@@ -410,55 +353,3 @@ async def test_resizing_to_next_to_nothing_keeps_the_screen_alive(app):
 )
 def test_age_is_told_in_words_and_then_as_a_date(before, text):
     assert ago(NOW - before, NOW) == text
-
-
-# -- how it looks ----------------------------------------------------------------------------
-
-
-async def scene_list(pilot: Pilot) -> None:
-    await listed(pilot)
-
-
-async def scene_search(pilot: Pilot) -> None:
-    await listed(pilot)
-    pilot.app.history.search_input.cursor_blink = False
-    await search(pilot, "needle")
-
-
-async def scene_rename(pilot: Pilot) -> None:
-    await listed(pilot)
-    pilot.app.history.rename_input.cursor_blink = False
-    await pilot.press("down", "r")
-    await pilot.pause()
-
-
-async def scene_deleted(pilot: Pilot) -> None:
-    await listed(pilot)
-    await pilot.press("d")
-    await listed(pilot, len(CHATS) - 1)
-    await until(pilot, lambda: "undo" in note(pilot.app))
-    await until(pilot, lambda: "Undo" in footer(pilot.app))
-
-
-async def scene_export(pilot: Pilot) -> None:
-    await listed(pilot)
-    pilot.app.history._folder = Path("/home/me")
-    pilot.app.history.path_input.cursor_blink = False
-    await pilot.press("e")
-    await pilot.pause()
-
-
-LOOKS = {
-    "list": scene_list,
-    "search": scene_search,
-    "rename": scene_rename,
-    "deleted": scene_deleted,
-    "export": scene_export,
-}
-
-
-@pytest.mark.parametrize("name", LOOKS)
-async def test_scene_is_reached_and_drawn(app, name):
-    async with app.run_test(size=(120, 40)) as pilot:
-        await LOOKS[name](pilot)
-        assert "History" in app.export_screenshot()

@@ -93,6 +93,18 @@ async def test_reread_without_news_draws_no_cell_anew(make_scene):
         assert all(a is b for a, b in zip(before, after, strict=True))
 
 
+async def test_table_takes_the_colours_of_another_theme(make_scene):
+    scene = make_scene(BUILTIN)
+    async with scene.app.run_test(size=(80, 24)) as pilot:
+        await scene.open(pilot)
+        before = [str(cell.style) for cell in scene.menu.model_list.get_row(BUILTIN)]
+        scene.app.theme = "mira-light"
+        await until(
+            pilot,
+            lambda: [str(c.style) for c in scene.menu.model_list.get_row(BUILTIN)] != before,
+        )
+
+
 async def test_title_with_escape_sequences_reaches_the_table_without(make_scene):
     scene = make_scene()
     scene.shelf.added.append("/models/bad\x1b[31m\u202ename")

@@ -126,6 +126,25 @@ def test_every_binding_of_the_app_has_an_id_and_a_key_that_exists():
         assert all(is_key(key.strip()) for key in binding.key.split(",")), binding_id
 
 
+def test_keys_of_the_chat_are_these_and_none_is_bound_twice():
+    known = known_bindings()
+    ids = [name for name in known if name.startswith(("app.", "chat."))]
+    bound = [(key.strip(), name) for name in ids for key in known[name].key.split(",")]
+    assert len({key for key, _ in bound}) == len(bound)
+    wanted = {
+        "f1": "app.help", "f2": "app.controls", "f3": "app.history", "f4": "app.details",
+        "f5": "chat.chat_settings", "ctrl+b": "app.panels", "ctrl+t": "chat.fold",
+        "escape": "chat.stop", "ctrl+r": "chat.regenerate", "ctrl+n": "chat.new",
+        "ctrl+o": "chat.models", "ctrl+p": "app.palette", "ctrl+q": "app.quit",
+    }  # fmt: skip
+    assert {key: name for key, name in bound if key in wanted} == wanted
+
+
+def test_what_a_key_does_is_told_in_words_that_fit_the_help():
+    for binding_id, binding in known_bindings().items():
+        assert len(binding.tooltip or binding.description) <= 31, binding_id
+
+
 @pytest.mark.parametrize(
     ("key", "shown"),
     [

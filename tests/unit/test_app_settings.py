@@ -217,7 +217,7 @@ def test_every_value_shown_is_read_back_as_it_was():
         ("[engine]\nk = true\n", "Give a whole number"),
         ("[chat]\nmodel = 3\n", "model cannot be 3. Give a text, in quotes"),
         ('[interface]\nmouse = "perhaps"\n', "Give yes or no"),
-        ("[interface]\npanel_width = 5\n", "24 to 80"),
+        ("[interface]\npanel_width = 5\n", "35 to 80"),
         ("[engine]\nbudget = 40\n", "40%"),
         ('[keymap]\n"chat.new" = 3\n', "keymap chat.new cannot be 3"),
         ("interface = 3\n", "There is no setting 'interface'"),

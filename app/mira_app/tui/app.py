@@ -152,8 +152,8 @@ class MiraApp(HistoryApp):
         """Writes draft and model where they changed; once refused, says so and gives up."""
         loaded = self.controller.loaded
         draft = self._state.draft
-        if self._is_chat_dressed:
-            draft = self.chat_screen.composer.full_text
+        if self._is_chat_dressed and self.chat_screen.query(Composer):
+            draft = self.chat_screen.composer.full_text  # not while it is taken down
         self._state = AppState(
             is_tour_done=self._state.is_tour_done,
             model=loaded.model if loaded is not None else self._state.model,

@@ -35,6 +35,8 @@ _TITLES = {
     "history": "In the history",
     "controls": "In the live controls",
     "details": "In the details",
+    "panels": "On the live panels",
+    "chat_settings": "In a chat's settings",
 }
 _SELF_EXPLAINING = frozenset({"help", "tour"})
 

@@ -9,10 +9,11 @@ from textual.binding import Binding
 from textual.containers import Vertical
 from textual.content import Content
 from textual.screen import ModalScreen
-from textual.widgets import Footer, Input, Static
+from textual.widgets import Input, Static
 
 from mira_app.catalog import Shelf, is_repo_name, model_name
 from mira_app.sanitise import sanitise
+from mira_app.tui.footer_keys import KeyFooter
 
 _HINT = (
     "owner/name or the address of a model's page on the hub, or a folder with config.json and "
@@ -40,7 +41,7 @@ class AddModelScreen(ModalScreen[str | None]):
             yield Input(placeholder="owner/name, an address, or a folder", id="new-name")
             yield Static(id="new-verdict")
             yield Static(_HINT, id="add-hint")
-        yield Footer(show_command_palette=False)
+        yield KeyFooter()
 
     def on_input_changed(self, event: Input.Changed) -> None:
         """Says what the text is taken for, while one types; complains only at the end."""

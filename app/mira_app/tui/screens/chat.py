@@ -2,37 +2,33 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from mira_engine.api import ContextTrimmed, MiraError
-from textual import events, getters, work
+from textual import events, getters
 from textual.app import ComposeResult
-from textual.binding import Binding
 from textual.containers import Horizontal, Vertical
 from textual.content import Content
 from textual.message import Message
-from textual.screen import Screen
-from textual.widgets import Footer, Static
+from textual.widgets import Static
 
-from mira_app.clipboard import ClipboardError, ClipboardRoute, copy_text
 from mira_app.controller import ChatController, Stage, Update
-from mira_app.conversation import Role, Turn
+from mira_app.conversation import Role
 from mira_app.figures import count
 from mira_app.panel_history import PanelHistory, PanelState
-from mira_app.passages import code_blocks
 from mira_app.sanitise import sanitise
+from mira_app.tui.footer_keys import KeyFooter
 from mira_app.tui.widgets.composer import Composer
 from mira_app.tui.widgets.context_meter import ContextMeter
 from mira_app.tui.widgets.live_panel import LivePanel
 from mira_app.tui.widgets.message_list import MessageList
-from mira_app.tui.widgets.messages import ChatMessage, ReplyMessage
+from mira_app.tui.widgets.messages import ReplyMessage
 from mira_app.tui.widgets.panels.side_panel import SidePanel
 
+from .chat_keys import BINDINGS, welcome_text
 from .chat_settings import ChatSettings, ChatSettingsScreen
-from .code_picker import CodePicker
+from .message_screen import MessageScreen
 
 _WIDE_COLUMNS = 100
 _TALL_ROWS = 12
@@ -41,31 +37,18 @@ _TALL_ROWS = 12
 _BUSY = "One moment: the model is busy. Esc stops it."
 
 
-class ChatScreen(Screen[None]):
+class ChatScreen(MessageScreen):
     """One conversation with the loaded model."""
 
     CSS_PATH = "chat.tcss"
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (_WIDE_COLUMNS, "-wide")]
     VERTICAL_BREAKPOINTS = [(0, "-short"), (_TALL_ROWS, "-tall")]
-    BINDINGS = [
-        Binding("escape", "stop", "Stop", priority=True, id="chat.stop"),
-        Binding("ctrl+r", "regenerate", "Retry", id="chat.regenerate"),
-        Binding("ctrl+n", "new_chat", "New", id="chat.new"),
-        Binding("ctrl+o", "models", "Models", id="chat.models"),
-        Binding("f5", "chat_settings", "Chat", show=False, id="chat.chat_settings"),
-        Binding("ctrl+t", "fold", "Fold thinking", show=False, id="chat.fold"),
-        Binding("ctrl+end", "tail", "Newest", show=False, priority=True, id="chat.tail"),
-        Binding("ctrl+home", "start", "First", show=False, priority=True, id="chat.start"),
-        Binding("pageup", "page(-1)", "Up", show=False, priority=True, id="chat.page_up"),
-        Binding("pagedown", "page(1)", "Down", show=False, priority=True, id="chat.page_down"),
-    ]
+    BINDINGS = BINDINGS
 
     @dataclass
     class ModelsWanted(Message):
         """The person wants the menu of models."""
 
-    messages = getters.query_one(MessageList)
-    composer = getters.query_one(Composer)
     model_line = getters.query_one("#model", Static)
     state_line = getters.query_one("#state", Static)
     context_meter = getters.query_one(ContextMeter)
@@ -73,8 +56,7 @@ class ChatScreen(Screen[None]):
     side_panel = getters.query_one(SidePanel)
 
     def __init__(self, controller: ChatController) -> None:
-        super().__init__()
-        self._controller = controller
+        super().__init__(controller)
         self._history = PanelHistory()
         self.panel_state = PanelState()
         """What the panels and the details show."""
@@ -84,8 +66,7 @@ class ChatScreen(Screen[None]):
         self._footer_stage: Stage | None = None
         self._shown_stage: Stage | None = None
         self._told_trimmed: ContextTrimmed | None = None
-        # A reply may be over before the widget that shows it is mounted: one at a time.
-        self._drawing = asyncio.Lock()
+        self._welcomed: str | None = None
 
     def compose(self) -> ComposeResult:
         """Lays out the chat with the panel beside or under it."""
@@ -100,7 +81,7 @@ class ChatScreen(Screen[None]):
                 yield LivePanel(is_column=False, id="strip")
                 yield Composer()
             yield SidePanel(id="side")
-        yield Footer(show_command_palette=False)
+        yield KeyFooter()
 
     async def on_mount(self) -> None:
         """Begins with what the controller already knows."""
@@ -175,58 +156,6 @@ class ChatScreen(Screen[None]):
             await self.messages.show_anew(self._controller.conversation)
             self._show_state()
 
-    # -- the messages
-
-    async def on_chat_message_wanted(self, event: ChatMessage.Wanted) -> None:
-        """Does what the person wants with a message."""
-        message, turn = event.sender, self._turn_of(event.sender)
-        if event.action == "leave":
-            self.composer.focus()
-        elif event.action == "neighbour":
-            (self.messages.neighbour(message, event.step) or self.composer).focus()
-        elif event.action == "copy":
-            text = self._controller.partial if turn is None else turn.content
-            self._copy(sanitise(text), "message")
-        elif event.action == "copy_code":
-            self._copy_code(self._controller.partial if turn is None else turn.content)
-        elif turn is not None and event.action == "edit":
-            self.composer.edit_question(turn.turn_id, turn.content)
-        elif turn is not None and event.action == "retry":
-            if await self._ask(lambda: self._controller.regenerate(turn.turn_id)):
-                self.composer.focus()
-        elif turn is not None and event.action == "sibling":
-            await self._show_sibling(turn, event.step)
-
-    def _turn_of(self, message: ChatMessage) -> Turn | None:
-        turn_id = message.turn_id
-        return None if turn_id is None else self._controller.conversation.turns[turn_id]
-
-    async def _show_sibling(self, turn: Turn, step: int) -> None:
-        siblings = self._controller.conversation.siblings(turn.turn_id)
-        index = [sibling.turn_id for sibling in siblings].index(turn.turn_id) + step
-        if not 0 <= index < len(siblings):
-            self.notify("There is no other version that way.")
-            return
-        try:
-            self._controller.show_sibling(turn.turn_id, step)
-        except ValueError:
-            self.notify("Esc stops the reply first.", severity="warning")
-            return
-        async with self._drawing:
-            await self.messages.show(self._controller.conversation)
-            await self.messages.jump_to(siblings[index].turn_id)
-
-    async def jump_to(self, turn_id: int) -> None:
-        """Shows one turn of the conversation, on whichever branch it is, and focuses it."""
-        try:
-            self._controller.reach(turn_id)
-        except ValueError:
-            self.notify("Esc stops the reply first.", severity="warning")
-            return
-        async with self._drawing:
-            await self.messages.show(self._controller.conversation)
-            await self.messages.jump_to(turn_id)
-
     def on_composer_messages_wanted(self) -> None:
         """Goes to the newest message."""
         if messages := self.messages.turns:
@@ -268,32 +197,6 @@ class ChatScreen(Screen[None]):
         if event.key == "end" and self.pill.display:
             event.stop()
             await self.action_tail()
-
-    # -- copying
-
-    def _copy_code(self, text: str) -> None:
-        blocks = code_blocks(sanitise(text))
-        if not blocks:
-            self.notify("There is no code block in this message.", severity="warning")
-        elif len(blocks) == 1:
-            self._copy(blocks[0][1], "code")
-        else:
-            self.app.push_screen(CodePicker(blocks), lambda code: code and self._copy(code, "code"))
-
-    @work(group="copy")
-    async def _copy(self, text: str, what: str) -> None:
-        """Copies in a thread: a clipboard's program may take its time."""
-        terminal_text: list[str] = []
-        try:
-            route = await asyncio.to_thread(
-                copy_text, text, environ=os.environ, ask_terminal=terminal_text.append
-            )
-        except ClipboardError as error:
-            self.notify(f"{error.message} {error.hint}", severity="error", markup=False)
-            return
-        if route is ClipboardRoute.TERMINAL:
-            self.app.copy_to_clipboard(text)
-        self.notify(f"Copied the {what} to {route.value}.", markup=False)
 
     # -- other screens
 
@@ -405,6 +308,10 @@ class ChatScreen(Screen[None]):
         self.model_line.update(
             Content.assemble(("mira-chat  ", "bold $primary"), sanitise(title), f" · {facts}")
         )
+        if title != self._welcomed:
+            self._welcomed = title
+            active = self.active_bindings.values()
+            self.messages.welcome.update(welcome_text(title, controller.entry, active))
         limit = loaded.context_length if loaded is not None else 0
         if controller.stats.num_prompt_tokens or stage is not Stage.REPLYING:
             self.context_meter.show(controller.stats, limit)

@@ -18,7 +18,7 @@ _FIELDS = (
     ("temperature", "temperature", float, "0 always takes the most likely token"),
     ("top_p", "top-p", float, "smallest set of this probability; 1 for all"),
     ("top_k", "top-k", int, "the k most likely tokens; 0 for all"),
-    ("min_p", "min-p", float, "drops below this share of the best; 0 for none"),
+    ("min_p", "min-p", float, "least share of the best one; 0 for none"),
     ("repetition_penalty", "repetition penalty", float, "above 1 makes repeats less likely"),
     ("seed", "seed", int, "empty for a new one each time"),
     ("max_new_tokens", "max tokens", int, "empty for what the context holds"),

@@ -26,9 +26,10 @@ from textual.containers import Horizontal, Vertical
 from textual.content import Content
 from textual.message import Message
 from textual.screen import ModalScreen
-from textual.widgets import Button, Checkbox, Footer, Input, RadioButton, RadioSet, Static
+from textual.widgets import Button, Checkbox, Input, RadioButton, RadioSet, Static
 
 from mira_app.sanitise import sanitise
+from mira_app.tui.footer_keys import KeyFooter
 
 AUTO = "auto"
 
@@ -136,7 +137,7 @@ class ControlsScreen(ModalScreen[None]):
             with Horizontal(id="buttons"):
                 yield Button("Apply", variant="primary", compact=True, id="apply")
                 yield Button("Leave as it is", compact=True, id="leave")
-        yield Footer(show_command_palette=False)
+        yield KeyFooter()
 
     @property
     def _k_in_force(self) -> int:

@@ -13,9 +13,9 @@ from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Container, Grid, VerticalScroll
 from textual.screen import Screen
-from textual.widgets import Footer
 
 from mira_app.panel_history import PanelState
+from mira_app.tui.footer_keys import KeyFooter
 from mira_app.tui.widgets.live_panel import LivePanel
 from mira_app.tui.widgets.panels.plots import PLOTS, HistoryPlot
 from mira_app.tui.widgets.residency_map import ResidencyMap
@@ -54,7 +54,7 @@ class DetailsScreen(Screen[None]):
             with Grid(id="plots"):
                 for title in PLOTS:
                     yield HistoryPlot(title)
-        yield Footer(show_command_palette=False)
+        yield KeyFooter()
 
     def on_mount(self) -> None:
         """Begins to ask."""

@@ -22,12 +22,14 @@ _WRITING = (
     ("Tab, Shift+Tab", "go to the next part of the screen"),
 )
 _WORDS = (
-    ("hit", "a token's expert was in device memory"),
-    ("miss", "it was not, and had to be loaded"),
+    ("HOT", "a token's expert was in memory to stay (a hit)"),
+    ("STAGE", "it was in memory for now, fetched before (a hit)"),
+    ("MISS", "it was not, and had to be loaded"),
     ("stalls", "time that computing waited for experts"),
-    ("accepted", "draft tokens per round that the model confirmed"),
+    ("ahead, missed", "waits for experts on their way, and for misses"),
+    ("K, accepted", "draft tokens a round, and those the model confirmed"),
     ("moved", "bytes of experts loaded for this reply"),
-    ("peak / plan", "memory held, and what was planned"),
+    ("Memory", "the most that was held, and what was planned"),
 )
 
 
@@ -42,7 +44,7 @@ def _key_table(rows: Sequence[KeyRow]) -> Content:
         Content.assemble(
             (f"  {row.keys:<{_KEYS_WIDTH}} ", "bold"),
             f" {_cut(row.about):<{_ABOUT_WIDTH}} ",
-            (row.binding_id, "$text-muted"),
+            (row.binding_id, "$foreground 60%"),
         )
         for row in rows
     )

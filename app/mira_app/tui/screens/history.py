@@ -21,8 +21,8 @@ from textual.binding import Binding
 from textual.containers import Vertical
 from textual.content import Content
 from textual.message import Message
-from textual.screen import Screen
-from textual.widgets import Footer, Input, OptionList, Static
+from textual.screen import ActiveBinding, Screen
+from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
 from mira_app.chat_files import export_chat, free_path, read_chats
@@ -30,12 +30,17 @@ from mira_app.figures import count
 from mira_app.history import ChatSummary, HistoryError, HistoryStore, Hit, utc_now
 from mira_app.history_search import search_words
 from mira_app.sanitise import sanitise
+from mira_app.tui.footer_keys import KeyFooter, without
 
 ROW_LINES = 2
 MAX_ROWS = 200
 """More chats than that are found by searching."""
 
 _SHORT_ROWS = 20
+
+_LESS = frozenset({"app.controls", "app.history", "app.quit"})
+_LESS_WITH_UNDO = _LESS | {"history.import"}
+"""Keys that the footer has no room for."""
 
 
 class ChatList(OptionList):
@@ -136,7 +141,7 @@ class HistoryScreen(Screen[None]):
             yield Static(id="note")
             yield AnswerInput(id="path", select_on_focus=False)
         yield AnswerInput(id="rename", compact=True)
-        yield Footer(show_command_palette=False)
+        yield KeyFooter()
 
     def on_mount(self) -> None:
         """Fills the list."""
@@ -214,6 +219,12 @@ class HistoryScreen(Screen[None]):
     def _marked(self) -> ChatSummary | Hit | None:
         index = self.chat_list.highlighted
         return self._rows[index] if index is not None and index < len(self._rows) else None
+
+    @property
+    def active_bindings(self) -> dict[str, ActiveBinding]:
+        """Leaves out of the footer what has no room beside the keys of the list."""
+        less = _LESS_WITH_UNDO if self._deleted else _LESS
+        return without(super().active_bindings, less)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Shows only the keys that do something now."""

@@ -12,8 +12,8 @@ from textual.binding import Binding
 from textual.containers import Vertical, VerticalScroll
 from textual.content import Content
 from textual.message import Message
-from textual.screen import Screen
-from textual.widgets import DataTable, Footer, Input, Static
+from textual.screen import ActiveBinding, Screen
+from textual.widgets import DataTable, Input, Static
 
 from mira_app.catalog import CatalogEntry
 from mira_app.controller import ChatController, Stage, Update
@@ -21,6 +21,7 @@ from mira_app.job import Job, JobState
 from mira_app.model_desk import ModelDesk
 from mira_app.model_rows import Column, ModelRow, Tone, details, matching, ordered
 from mira_app.sanitise import sanitise
+from mira_app.tui.footer_keys import KeyFooter, without
 from mira_app.tui.screens.add_model import AddModelScreen
 from mira_app.tui.screens.remove_model import RemoveModelScreen
 from mira_app.tui.widgets.model_table import ModelList
@@ -33,6 +34,9 @@ _TALL_ROWS = 30
 _SORTED_BY = (None, Column.NAME, Column.PARAMETERS, Column.DOWNLOAD, Column.VERDICT, Column.STATE)
 _LARGEST_FIRST = (Column.VERDICT,)
 _JOB_ACTIONS = ("toggle_pause", "cancel_job", "retry")
+_LESS_WITH_JOBS = frozenset({"models.sort", "app.controls"})
+"""Keys that the footer has no room for beside those of a job."""
+
 _COLOURS = {Tone.PLAIN: "", Tone.GOOD: "$text-success", Tone.WORK: "", Tone.BAD: "$text-error"}
 
 
@@ -112,7 +116,7 @@ class ModelsScreen(Screen[None]):
             yield WorkView(has_eta=self._desk is None, id="work")
             yield Static("Stopped; what was finished is kept.", id="note")
             yield Static(id="problem")
-        yield Footer(show_command_palette=False)
+        yield KeyFooter()
 
     def on_mount(self) -> None:
         """Begins to look for what other apps prepare, and for news of the jobs."""
@@ -421,6 +425,14 @@ class ModelsScreen(Screen[None]):
     def action_chat(self) -> None:
         """Goes back."""
         self.post_message(self.Left())
+
+    @property
+    def active_bindings(self) -> dict[str, ActiveBinding]:
+        """Leaves out of the footer what does nothing now or has no room."""
+        less = set() if self._controller.loaded is not None else {"app.controls"}
+        if self._desk is not None and self._desk.jobs.jobs:
+            less |= _LESS_WITH_JOBS
+        return without(super().active_bindings, less)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Shows only the keys that do something now."""

@@ -8,10 +8,11 @@ from textual.binding import Binding
 from textual.containers import Vertical
 from textual.content import Content
 from textual.screen import ModalScreen
-from textual.widgets import Footer, Static
+from textual.widgets import Static
 
 from mira_app.catalog import BUILTIN, CatalogEntry, is_repo_name
 from mira_app.sanitise import sanitise
+from mira_app.tui.footer_keys import KeyFooter
 
 
 class RemoveModelScreen(ModalScreen[bool]):
@@ -33,7 +34,7 @@ class RemoveModelScreen(ModalScreen[bool]):
         with Vertical(id="remove-box"):
             yield Static(Content(sanitise(f"Remove {self._entry.title}?")), id="remove-title")
             yield Static(Content(sanitise(self._consequence())), id="remove-text")
-        yield Footer(show_command_palette=False)
+        yield KeyFooter()
 
     def _consequence(self) -> str:
         freed = f"This frees {format_bytes(self._freed_bytes)}."

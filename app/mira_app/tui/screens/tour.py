@@ -25,7 +25,8 @@ _STEPS = (
     (
         "Watch the engine",
         "The live panel shows where the time goes: experts found in memory (hits) or "
-        "waited for (stalls), draft tokens accepted. {app.details} shows more.",
+        "waited for (stalls), draft tokens accepted. {app.details} shows more, {app.controls} "
+        "changes budget and K.",
     ),
     (
         "Come back",

@@ -36,20 +36,23 @@ class MessageList(VerticalScroll, can_focus=False):
         self._first = self._last = 0  # the window into the path
         self._above = Fold(classes="-hidden")
         self._below = Fold(classes="-hidden")
+        self.welcome = Static(classes="welcome")
+        """Shown while there is no message."""
         self._num_unseen = 0
         self._aim: ChatMessage | None = None
         self._num_aim_polls = 0
 
     def compose(self) -> ComposeResult:
-        """Shows nothing but the two ends, which are hidden."""
+        """Shows nothing but a welcome and the two ends, which are hidden."""
+        yield self.welcome
         yield self._above
         yield self._below
 
     # -- what is shown
 
     @property
-    def _ends(self) -> tuple[Fold, Fold]:
-        return self._above, self._below
+    def _fixed(self) -> tuple[Static, ...]:
+        return self.welcome, self._above, self._below
 
     @property
     def turns(self) -> list[ChatMessage]:
@@ -83,7 +86,7 @@ class MessageList(VerticalScroll, can_focus=False):
     async def show_anew(self, conversation: Conversation) -> None:
         """Shows another chat: nothing that is mounted may stay, the turns' numbers are its own."""
         self._first = self._last = 0
-        await self.remove_children([child for child in self.children if child not in self._ends])
+        await self.remove_children([child for child in self.children if child not in self._fixed])
         await self.show(conversation)
 
     async def jump_to(self, turn_id: int) -> bool:
@@ -205,6 +208,7 @@ class MessageList(VerticalScroll, can_focus=False):
 
     def _take(self, conversation: Conversation) -> None:
         self._conversation, self._path = conversation, conversation.path()
+        self.welcome.display = not self._path
 
     def _place(self, turn: Turn) -> str:
         siblings = self._conversation.siblings(turn.turn_id)
@@ -219,7 +223,7 @@ class MessageList(VerticalScroll, can_focus=False):
     async def _mount_window(self, first: int, last: int) -> None:
         """Mounts turns `first` to `last` of the path; equal ones at its front stay mounted."""
         wanted = [turn.turn_id for turn in self._path[first:last]]
-        children = [child for child in self.children if child not in self._ends]
+        children = [child for child in self.children if child not in self._fixed]
         num_kept, num_same = self._num_kept(children, wanted)
         self._first, self._last = first, last
         with self.app.batch_update():

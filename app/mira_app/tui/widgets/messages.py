@@ -38,11 +38,16 @@ class ChatMessage(Vertical, can_focus=True):
     BINDINGS = [
         Binding("up", "neighbour(-1)", "Message above", show=False, id="message.above"),
         Binding("down", "neighbour(1)", "Message below", show=False, id="message.below"),
-        Binding("escape,i", "leave", "Write", id="message.leave"),
-        Binding("r", "retry", "Retry", id="message.retry"),
-        Binding("y", "copy", "Copy", id="message.copy"),
+        Binding("escape,i", "leave", "Write", tooltip="go back to writing", id="message.leave"),
+        Binding("r", "retry", "Retry", tooltip="another reply", id="message.retry"),
+        Binding("y", "copy", "Copy", tooltip="copy the message", id="message.copy"),
         Binding(
-            "left_square_bracket", "sibling(-1)", "Version before", show=False, id="message.before"
+            "left_square_bracket",
+            "sibling(-1)",
+            "Versions",
+            key_display="[ ]",
+            tooltip="version before",
+            id="message.before",
         ),
         Binding(
             "right_square_bracket", "sibling(1)", "Version after", show=False, id="message.next"
@@ -62,14 +67,18 @@ class ChatMessage(Vertical, can_focus=True):
         action: str
         step: int = 0
 
-    def __init__(self, turn_id: int | None) -> None:
+    def __init__(self, turn_id: int | None, place: str = "") -> None:
         super().__init__()
         self.turn_id = turn_id
+        self._place = place
+        """Which of its versions it is, empty where it is the only one."""
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Hides what a message that is still written cannot do yet."""
+        """Hides what a message that is still written cannot do yet, and versions without any."""
         del parameters
-        return action not in ("edit", "retry", "sibling") or self.turn_id is not None
+        if action == "sibling":
+            return bool(self._place)
+        return action not in ("edit", "retry") or self.turn_id is not None
 
     def _want(self, action: str, step: int = 0) -> None:
         self.post_message(self.Wanted(self, action, step))
@@ -98,11 +107,11 @@ class ChatMessage(Vertical, can_focus=True):
 class UserMessage(ChatMessage):
     """What the person wrote, shown as it is; the middle of a very long one is left out."""
 
-    BINDINGS = [Binding("e", "edit", "Edit", id="message.edit")]
+    BINDINGS = [Binding("e", "edit", "Edit", tooltip="ask it in other words", id="message.edit")]
 
     def __init__(self, turn: Turn, place: str = "") -> None:
-        super().__init__(turn.turn_id)
-        self._text, self._place = turn.content, place
+        super().__init__(turn.turn_id, place)
+        self._text = turn.content
 
     def compose(self) -> ComposeResult:
         """Lays out the text above its caption."""
@@ -137,12 +146,12 @@ class ReplyMessage(ChatMessage):
     """A reply: thinking, Markdown that grows, and a caption on how it goes or ended."""
 
     BINDINGS = [
-        Binding("Y", "copy_code", "Code", id="message.copy_code"),
-        Binding("enter,t", "fold", "Thinking", show=False, id="message.fold"),
+        Binding("Y", "copy_code", "Code", tooltip="copy a code block", id="message.copy_code"),
+        Binding("enter,t", "fold", "Fold its thinking", show=False, id="message.fold"),
     ]
 
     def __init__(self, turn: Turn | None = None, place: str = "") -> None:
-        super().__init__(turn.turn_id if turn is not None else None)
+        super().__init__(turn.turn_id if turn is not None else None, place)
         self.thinking: Thinking | None = None
         if turn is not None and turn.thinking:
             self.thinking = Thinking(turn.thinking, is_folded=True)
@@ -178,7 +187,7 @@ class ReplyMessage(ChatMessage):
 
     async def finish(self, turn: Turn, place: str = "") -> None:
         """Shows the whole text once more, in one piece, and how it ended."""
-        self.turn_id = turn.turn_id
+        self.turn_id, self._place = turn.turn_id, place
         if turn.thinking and self.thinking is None:
             await self.write_thinking(turn.thinking)
         if self.thinking is not None:

@@ -9,6 +9,7 @@ from rich.text import Text
 from textual import events
 from textual.binding import Binding
 from textual.coordinate import Coordinate
+from textual.theme import Theme
 from textual.widgets import DataTable
 
 from mira_app.model_rows import Column, ModelRow, Tone, cell, columns_for, tone
@@ -29,6 +30,16 @@ class ModelList(DataTable[Text]):
         self._heading: tuple[Column | None, bool] = (None, False)
         self._layout: tuple[tuple[str, str, int], ...] = ()
         self._cells: dict[tuple[str, str], Text] = {}
+
+    def on_mount(self) -> None:
+        """Draws anew in other colours."""
+        self.app.theme_changed_signal.subscribe(self, self._recolour)
+
+    def _recolour(self, theme: Theme) -> None:
+        del theme
+        self._layout = ()
+        column, is_down = self._heading
+        self.show(self._shown_rows, column, is_down=is_down)
 
     @property
     def shown(self) -> list[ModelRow]:
@@ -53,7 +64,7 @@ class ModelList(DataTable[Text]):
         models = [row.entry.model for row in rows]
         is_same = models == [row.entry.model for row in self._shown_rows]
         self._shown_rows, self._heading = list(rows), (column, is_down)
-        widths = columns_for(self.size.width - _SCROLLBAR_WIDTH)
+        widths = columns_for(self.outer_size.width - _SCROLLBAR_WIDTH)
         layout = tuple((each.name, self._label(each), width) for each, width in widths.items())
         if is_same and layout == self._layout:
             self._update(widths)

@@ -1,6 +1,6 @@
 """Plots over the whole session, drawn by plotext.
 
-Lines are told apart by the letters they are drawn with, which their labels begin with.
+Lines are told apart by the letters they are drawn with, which the title explains.
 """
 
 from __future__ import annotations
@@ -46,12 +46,14 @@ def _link_mib(interval: Interval) -> float:
 
 
 PLOTS: dict[str, tuple[Line, ...]] = {
-    "tokens/s": (Line(read=lambda i: i.tokens_per_s if i.num_tokens else None),),
+    "tokens/s, over seconds of generating": (
+        Line(read=lambda i: i.tokens_per_s if i.num_tokens else None),
+    ),
     "ms/token": (
         Line(label="verify", mark="v", colour="blue+", read=_cause(3)),
         Line(label="draft", mark="d", colour="green", read=_cause(2)),
-        Line(label="waits, on its way", mark="w", colour="orange", read=_cause(0)),
-        Line(label="waits, missed", mark="m", colour="red", read=_cause(1)),
+        Line(label="waits ahead", mark="w", colour="orange", read=_cause(0)),
+        Line(label="missed", mark="m", colour="red", read=_cause(1)),
     ),
     "served by, %": (
         Line(label="HOT", mark="H", colour="orange", read=_share(0)),
@@ -85,6 +87,12 @@ class HistoryPlot(PlotextPlot):
         self._title = title
         self._session: tuple[Interval, ...] | None = None
 
+    @property
+    def heading(self) -> str:
+        """The title, and the letter of each line with its name: a legend hides the beginning."""
+        names = [f"{line.mark} {line.label}" for line in PLOTS[self._title] if line.label]
+        return ": ".join([self._title, " · ".join(names)] if names else [self._title])
+
     def show(self, session: tuple[Interval, ...]) -> None:
         """Shows the session so far; draws only where it went on."""
         if session is self._session:
@@ -92,8 +100,10 @@ class HistoryPlot(PlotextPlot):
         self._session = session
         plot = self.plt
         plot.clear_data()
-        plot.title(self._title)
+        plot.title(self.heading)
         plot.grid(False, False)
+        # As grey, some colours are as dark as the background: letters differ all the same.
+        is_grey = self.app.no_color
         top = 0.0
         for line in PLOTS[self._title]:
             seconds, values = points(session, line.read)
@@ -102,8 +112,7 @@ class HistoryPlot(PlotextPlot):
                     seconds,
                     values,
                     marker=line.mark,
-                    color=line.colour,
-                    label=line.label or None,
+                    color="default" if is_grey else line.colour,
                 )
                 top = max(top, *values)
         plot.ylim(0, 1.05 * top if top else 1)

@@ -18,7 +18,8 @@ from mira_app.tui.widgets.residency_map import ResidencyMap
 USUAL_COLUMNS = 35
 """Border, padding and scrollbar included."""
 
-_MIN_COLUMNS, _MAX_COLUMNS, _STEP_COLUMNS = 24, 80, 8
+_MIN_COLUMNS, _MAX_COLUMNS, _STEP_COLUMNS = USUAL_COLUMNS, 80, 8
+"""With fewer, figures would be cut."""
 
 REST_S = 0.5
 """A picture stays so long: who reads needs no more, and each costs some milliseconds."""
