@@ -210,7 +210,6 @@ class Engine:
             self._target,
             self._draft_source,
             is_cancelled=self._is_load_cancelled,
-            cache_dir=self._cache_dir,
         )
         self.transfer = device.transfer
         self.cache_setup = load_plan.cache_setup(config, manifest, device.transfer.record_bytes)

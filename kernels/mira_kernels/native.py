@@ -1,9 +1,9 @@
 """The C++ kernels: compiled once by the user's compiler, kept in a folder, loaded as operators.
 
 Owns the library files in that folder and the operators of torch's namespace `mira`. Knows
-no weights: that is `dispatch`; and calls no readers, which the library holds too: that is
-`reader`. `build` may run in any thread or process, also in two at once; `load` belongs before
-a process' first product, or between two replies, because the bits of results change with it.
+no weights: that is `dispatch`. `build` may run in any thread or process, also in two at
+once; `load` belongs before a process' first product, or between two replies, because the
+bits of results change with it.
 """
 
 from __future__ import annotations
@@ -31,13 +31,12 @@ MAX_ROWS = 48
 """Most rows that dense and INT8 operators multiply themselves; more go to torch."""
 
 _SOURCES = Path(__file__).parent / "csrc"
-_UNITS = ("mira_cpu.cpp", "mira_reader.cpp")
+_MAIN_SOURCE = "mira_cpu.cpp"
 _PREFIX, _SUFFIX = "mira_cpu-", ".so"
 _COMPILERS = ("c++", "g++", "clang++")
 # torch's own threads run the loops (`torch_parallel_for`), so nothing of OpenMP is needed:
 # a second OpenMP library would bring a second pool of threads.
 _FLAGS = ("-O3", "-march=native", "-std=c++20", "-fPIC", "-shared", "-w", "-fno-math-errno")
-_FLAGS += ("-pthread",)  # For the readers' own.
 _BUILD_PREFIX = "mira_build-"
 _BUILD_TIMEOUT_S = 600
 _LEFT_OVER_S = 3600
@@ -196,7 +195,7 @@ def _compile(
 ) -> NativeStatus:
     command = [chosen, *_FLAGS, *extra_flags]
     command += [f"-I{path}" for path in cpp_extension.include_paths()]
-    command += [*(str(_SOURCES / unit) for unit in _UNITS), "-o", str(made)]
+    command += [str(_SOURCES / _MAIN_SOURCE), "-o", str(made)]
     command += [f"-L{path}" for path in cpp_extension.library_paths()]
     command += ["-ltorch_cpu", "-ltorch", "-lc10"]
     nice = shutil.which("nice")
@@ -278,17 +277,10 @@ def is_loaded() -> bool:
     return _loaded is not None
 
 
-def loaded_library() -> Path | None:
-    """Returns the library whose operators can be called, `None` if there is none."""
-    return _loaded
-
-
 _failed: NativeStatus | None = None
 
 
 def _load_file(path: Path) -> NativeStatus:
-    from . import reader
-
     global _failed, _loaded
     with _lock:
         if _loaded is not None:
@@ -303,8 +295,8 @@ def _load_file(path: Path) -> NativeStatus:
             )
         try:
             _register_fakes()
-            wrong = _find_wrong() or reader.find_wrong(path)
-        except (RuntimeError, OSError) as error:
+            wrong = _find_wrong()
+        except RuntimeError as error:
             wrong = f"an operator failed ({error})"
         if wrong is not None:
             # The operators are registered now; a second library could not be.

@@ -1,26 +1,20 @@
 """The device of one loaded model: slots, the draft's experts, and the link that fills slots.
 
 Built once from a memory plan. On a machine without a GPU the device is host memory under
-the budget, and the link is the disk: read by native threads where the C++ library is built
-by now, else by Python's. A library that the background builds later is used for the next
-load.
+the budget, and the link is the disk.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-
-from mira_kernels.reader import find_library
 
 from ..checkpoint.store import ExpertStore
 from ..config import EngineConfig
 from ..events import MemoryPlan
 from ..types import DraftExperts, ExpertId, Plane
 from .disk import DiskTransfer
-from .native_disk import NativeDiskTransfer
 from .slots import DraftArena, SlotArena, SlotBinder, SlotDraft, slot_planes
 from .transfer import LinkThrottle
 
@@ -39,7 +33,7 @@ class ExpertDevice:
     slots: SlotArena
     draft: DraftArena | SlotDraft | None
     bind: SlotBinder
-    transfer: DiskTransfer | NativeDiskTransfer
+    transfer: DiskTransfer
 
 
 def make_device(
@@ -49,17 +43,8 @@ def make_device(
     draft_source: ExpertStore,
     *,
     is_cancelled: Callable[[], bool],
-    cache_dir: Path | None = None,
 ) -> ExpertDevice:
     """Allocates the slots, loads the draft and opens the link.
-
-    Args:
-        plan: How many slots, and which draft.
-        config: Link and readers.
-        target: Store of the target's experts.
-        draft_source: Store of the draft's.
-        is_cancelled: Asked between two layers of the draft.
-        cache_dir: Where the C++ library is, if it is built.
 
     Raises:
         CancelledError: `is_cancelled` said so.
@@ -83,9 +68,7 @@ def make_device(
     def locate(expert: ExpertId, plane: Plane) -> tuple[Path, int, int]:
         return target.record_location(expert.layer, plane, expert.expert)
 
-    library = find_library(cache_dir)
-    make_transfer = DiskTransfer if library is None else partial(NativeDiskTransfer, library)
-    transfer = make_transfer(
+    transfer = DiskTransfer(
         locate=locate,
         planes=slots.planes,
         slot_buffers=slots.buffers,
