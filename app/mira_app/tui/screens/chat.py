@@ -23,7 +23,7 @@ from mira_app.tui.widgets.composer import Composer
 from mira_app.tui.widgets.context_meter import ContextMeter
 from mira_app.tui.widgets.live_panel import LivePanel
 from mira_app.tui.widgets.message_list import MessageList
-from mira_app.tui.widgets.messages import ReplyMessage
+from mira_app.tui.widgets.messages import ChatMessage, ReplyMessage
 from mira_app.tui.widgets.panels.side_panel import SidePanel
 
 from .chat_keys import BINDINGS, welcome_text
