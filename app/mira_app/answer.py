@@ -276,6 +276,8 @@ class Answerer:
             )
         )
 
+        late: list[str] = []  # What is noticed while the reply is written stands behind it.
+
         def take(event: object) -> None:
             if isinstance(event, TokenDelta):
                 if event.part is ReplyPart.THINKING:
@@ -286,7 +288,8 @@ class Answerer:
             elif isinstance(event, StatsSample):
                 answer.stats = event.stats
             elif isinstance(event, Notice):
-                self._note(event, answer)
+                answer.notices.append(event)
+                late.append(event.text)
             elif isinstance(event, ContextTrimmed):
                 self._say(
                     f"{count(event.num_turns, 'message')} of the chat left out to fit the context "
@@ -304,6 +307,8 @@ class Answerer:
                 self._say("the model ended the reply at once.")
         finally:
             streams.close()
+            for text in late:
+                self._say(text)
 
     def ask(self, prompt: str, answer: Answer, streams: ReplyStreams) -> None:
         """Prepares, loads and answers one question.

@@ -24,11 +24,15 @@ class AppState:
         is_tour_done: Whether the first-start tour was seen.
         model: The model loaded last, empty for none.
         draft: Text in the composer that was not sent.
+        chat_id: The chat whose reply was under way, empty for none.
+        partial: That reply, as far as it had come.
     """
 
     is_tour_done: bool = False
     model: str = ""
     draft: str = ""
+    chat_id: str = ""
+    partial: str = ""
 
 
 class StateFile:

@@ -132,6 +132,8 @@ class ChatController:
         self.chat_id = new_chat_id()
         self.title = ""
         self.history = history
+        self.reason: FinishReason | None = None
+        """Why the last reply ended, where it did so by itself."""
         self._save_error: MiraError | None = None
         self._wanted_engine: EngineConfig | None = None
         self._engine_before: EngineConfig | None = None
@@ -285,7 +287,10 @@ class ChatController:
         return self.conversation.system_prompt
 
     def reconfigure(self, engine: EngineConfig) -> None:
-        """Uses another configuration from the next idle moment on, and for later loads."""
+        """Uses another configuration from the next idle moment on, and for later loads.
+
+        A model that could not be loaded is tried again with it.
+        """
         self._wanted_engine = engine
 
     def _show(self, conversation: Conversation, sampling: SamplingConfig, title: str) -> None:
@@ -311,6 +316,11 @@ class ChatController:
     def partial(self) -> str:
         """Text of the running reply so far."""
         return self._partial
+
+    @property
+    def unfinished(self) -> str:
+        """Text of the reply that is under way; empty while none is."""
+        return self._partial if self.stage is Stage.REPLYING else ""
 
     @property
     def thinking(self) -> str:
@@ -343,6 +353,8 @@ class ChatController:
             error = self._recover(self._client.lost)
         elif self.stage is Stage.READY and self._wanted_engine is not None:
             self._reconfigure()
+        elif self._is_load_due:
+            error = self._load_again()
         if error is None:
             error, self._save_error = self._save_error, None
         is_stage_new = self.stage is not self._polled_stage
@@ -353,7 +365,7 @@ class ChatController:
         is_lost = self._client.lost is not None
         if is_lost:
             self._client.restart()
-        self.conversation = conversation
+        self.conversation, self.reason = conversation, None
         if not self.title:
             self.title = title_of(conversation)
         self._partial = self._thinking = ""
@@ -389,6 +401,22 @@ class ChatController:
                 config=self.settings.engine,
             )
         )
+
+    @property
+    def _is_load_due(self) -> bool:
+        """Whether a model that could not be loaded has another configuration now."""
+        has_failed = self.stage is Stage.FAILED and self.entry is not None
+        return has_failed and self._wanted_engine is not None
+
+    def _load_again(self) -> MiraError | None:
+        try:
+            if self._client.lost is not None:
+                self._client.restart()
+            self._load(Stage.LOADING)
+        except EngineProcessError as error:
+            self._wanted_engine = None
+            return error
+        return None
 
     def _reconfigure(self) -> None:
         assert self._wanted_engine is not None
@@ -428,6 +456,7 @@ class ChatController:
             is_cancelled = event.reason is FinishReason.CANCELLED
             self._partial, self.stats = event.text, event.stats
             self._thinking = event.thinking or self._thinking
+            self.reason = event.reason
             self._add_reply(TurnStatus.STOPPED if is_cancelled else TurnStatus.COMPLETE)
 
     def _finish(self, call: EngineCall) -> MiraError | None:

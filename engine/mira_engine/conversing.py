@@ -151,11 +151,13 @@ class ChatStream:
                 left_out=self._left_out,
             )
         except ContextLengthError as error:
-            raise ContextLengthError(
-                error.message,
-                hint="Shorten the question or the system prompt, or give a larger --context "
-                f"(this model reads up to {self._replier.longest_context} tokens).",
-            ) from None
+            hint, longest = (
+                "Shorten the question or the system prompt",
+                self._replier.longest_context,
+            )
+            if limit < longest:
+                hint += f", or give a larger --context (this model reads up to {longest} tokens)"
+            raise ContextLengthError(error.message, hint=f"{hint}.") from None
         if chat.left_out:
             self._left_out = chat.left_out
         return chat

@@ -16,6 +16,7 @@ from mira_app.tui.screens import message_screen
 from mira_app.tui.screens.chat import ChatScreen
 from mira_app.tui.screens.chat_settings import ChatSettingsScreen
 from mira_app.tui.screens.code_picker import CodePicker
+from mira_app.tui.widgets.composer import Composer
 from mira_app.tui.widgets.growing_text import Passage
 from mira_app.tui.widgets.message_list import STEP_TURNS, WINDOW_TURNS
 from mira_app.tui.widgets.messages import InfoMessage, ReplyMessage, UserMessage
@@ -154,7 +155,7 @@ async def test_engine_with_thinking_and_trimmed_context_end_to_end(tmp_path):
     try:
         async with app.run_test(size=SIZE) as pilot:
             await pilot.press("enter")
-            await until(pilot, lambda: isinstance(app.screen, ChatScreen))
+            await until(pilot, lambda: isinstance(app.focused, Composer))
             app.chat_screen.composer.insert("q")
             await pilot.press("enter")
             await until(pilot, lambda: app.controller.conversation.head is not None)
@@ -173,7 +174,7 @@ async def test_escape_stops_at_the_next_poll_and_keeps_partial_and_draft(tmp_pat
     try:
         async with app.run_test(size=SIZE) as pilot:
             await pilot.press("enter")
-            await until(pilot, lambda: isinstance(app.screen, ChatScreen))
+            await until(pilot, lambda: isinstance(app.focused, Composer))
             app.chat_screen.composer.insert("q")
             await pilot.press("enter")
             await until(pilot, lambda: len(app.controller.partial) > 20)

@@ -112,6 +112,7 @@ class MiraApp(HistoryApp):
         await self.push_screen(self.models_screen)
         if self._state_file is not None:
             self._state = self._state_file.load()
+            self._unfinished = (self._state.chat_id, self._state.partial)
         self._begin()
         self._poll_timer = self.set_interval(POLL_INTERVAL_S, self._poll)
         if self._state_file is not None:
@@ -158,6 +159,8 @@ class MiraApp(HistoryApp):
             is_tour_done=self._state.is_tour_done,
             model=loaded.model if loaded is not None else self._state.model,
             draft=draft,
+            chat_id=self.controller.chat_id if self.controller.unfinished else "",
+            partial=self.controller.unfinished,
         )
         await self._remember_chat()
         if self._state_file is None:
@@ -238,10 +241,11 @@ class MiraApp(HistoryApp):
         await mounting
         if not self.chat_screen.query(Composer):
             return  # the app is being taken down
-        self.chat_screen.side_panel.columns = self.interface.panel_width
-        self.show_panels(self.interface.are_panels_shown)
-        self.chat_screen.composer.insert(self._state.draft, (0, 0))
-        self._is_chat_dressed = True
+        if not self._is_chat_dressed:  # It keeps what it has when one comes back to it.
+            self.chat_screen.side_panel.columns = self.interface.panel_width
+            self.show_panels(self.interface.are_panels_shown)
+            self.chat_screen.composer.insert(self._state.draft, (0, 0))
+            self._is_chat_dressed = True
         if self._is_drawing_due:
             await self._draw_due_chat()
 
@@ -285,13 +289,15 @@ class MiraApp(HistoryApp):
         from .screens.controls import ControlsScreen
 
         loaded, engine = self.controller.loaded, self._engine
-        if loaded is None:
+        has_failed = self.controller.stage is Stage.FAILED and self.controller.entry is not None
+        if loaded is None and not has_failed:
             self.notify("Pick a model first: these are its engine's.", severity="warning")
             return
         is_k_auto = engine.num_draft_tokens is None
         entry = self.controller.entry
         prepared = entry.ready_precisions if entry is not None else ()
-        self._open(ControlsScreen, lambda: ControlsScreen(engine, loaded.plan, is_k_auto, prepared))
+        plan = loaded.plan if loaded is not None else None
+        self._open(ControlsScreen, lambda: ControlsScreen(engine, plan, is_k_auto, prepared))
 
     def action_history(self) -> None:
         """Opens the history."""

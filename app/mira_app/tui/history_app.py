@@ -7,12 +7,14 @@ screen lies over which is `MiraApp`'s. The store is asked in threads.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from mira_engine.api import MiraError
 
 from mira_app.controller import ChatController
+from mira_app.conversation import Role, TurnStatus
 from mira_app.paths import AppPaths
 
 from .personal_app import PersonalApp
@@ -48,6 +50,10 @@ class HistoryApp(PersonalApp):
         self._is_drawing_due = False
         self._due_turn_id: int | None = None
         self._last_chat_id: str | None = None
+        self._deleted_chat_id: str | None = None
+        """The chat that was open when it was deleted."""
+        self._unfinished = ("", "")
+        """A chat, and its reply as far as it had come when the app ended."""
 
     def show_chat(self) -> None:
         """Brings the chat to the front."""
@@ -68,10 +74,27 @@ class HistoryApp(PersonalApp):
                 self._last_chat_id = chat_id
                 if chat_id is not None and not self.controller.conversation.turns:
                     chat = await asyncio.to_thread(store.load, chat_id)
-                    await self._show_stored(chat, None)
+                    await self._show_stored(await self._with_unfinished(chat), None)
             self._is_restored = True
         except MiraError as error:
             self.tell_problem(error)
+
+    async def _with_unfinished(self, chat: StoredChat) -> StoredChat:
+        """Adds what a reply had come to when the app was killed in the middle of it."""
+        chat_id, partial = self._unfinished
+        head = chat.conversation.head
+        if chat_id != chat.chat_id or not partial or head is None or head.role is not Role.USER:
+            return chat
+        conversation = chat.conversation.with_reply(
+            partial,
+            status=TurnStatus.ERROR,
+            error="The program ended before the reply did.",
+            model=chat.model,
+        )
+        chat = dataclasses.replace(chat, conversation=conversation)
+        assert self._store is not None
+        await asyncio.to_thread(self._store.save, chat)
+        return chat
 
     async def read_chats(self) -> list[ChatSummary]:
         """Returns all chats, newest first; none where none are kept."""
@@ -127,6 +150,14 @@ class HistoryApp(PersonalApp):
         """Opens the chat."""
         await self.open_chat(event.chat_id, event.turn_id)
 
+    async def _show_again(self, chat_id: str) -> None:
+        """Shows the chat that was open until it was deleted, under whatever lies over it."""
+        assert self._store is not None
+        try:
+            await self._show_stored(await asyncio.to_thread(self._store.load, chat_id), None)
+        except MiraError as error:
+            self.tell_problem(error)
+
     def on_history_screen_renamed(self, event: HistoryScreen.Renamed) -> None:
         """Gives the open chat its new name too, so that the next reply does not undo it."""
         if event.chat_id == self.controller.chat_id:
@@ -134,11 +165,16 @@ class HistoryApp(PersonalApp):
 
     async def on_history_screen_deleted(self, event: HistoryScreen.Deleted) -> None:
         """Begins a new chat where the open one was deleted."""
-        if event.chat_id != self.controller.chat_id or event.is_restored:
+        if event.is_restored:
+            if event.chat_id == self._deleted_chat_id and not self.controller.conversation.turns:
+                await self._show_again(event.chat_id)
+            return
+        if event.chat_id != self.controller.chat_id:
             return
         try:
             self.controller.new_chat()
         except ValueError:
             return  # the reply under way will be kept, and the chat with it
+        self._deleted_chat_id = event.chat_id
         if self._is_chat_dressed:
             await self.chat_screen.show_chat()

@@ -37,6 +37,7 @@ _TITLES = {
     "details": "In the details",
     "panels": "On the live panels",
     "chat_settings": "In a chat's settings",
+    "code_picker": "Where several blocks of code can be copied",
 }
 _SELF_EXPLAINING = frozenset({"help", "tour"})
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mira_engine.api import ContextTrimmed, MiraError
+from mira_engine.api import ContextTrimmed, FinishReason, MiraError
 from textual import events, getters
 from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
@@ -35,6 +35,10 @@ _TALL_ROWS = 12
 """With fewer the writing and the reading take all of them."""
 
 _BUSY = "One moment: the model is busy. Esc stops it."
+_CUT = {
+    FinishReason.LENGTH: "The reply was cut at its limit of tokens; F5 changes that.",
+    FinishReason.CONTEXT: "The reply was cut: the context is full.",
+}
 
 
 class ChatScreen(MessageScreen):
@@ -63,6 +67,8 @@ class ChatScreen(MessageScreen):
         self.pill = Static("▼ new text below (End)", id="unseen")
         self._reply: ReplyMessage | None = None
         self._was_recovering = False
+        self._is_send_due = False
+        """Whether what is written is to be sent once the model is there."""
         self._footer_stage: Stage | None = None
         self._shown_stage: Stage | None = None
         self._told_trimmed: ContextTrimmed | None = None
@@ -101,6 +107,10 @@ class ChatScreen(MessageScreen):
         """Sends, unless something else is going on; then the text stays where it is."""
         text, turn_id = event.text.strip(), self.composer.edited_turn_id
         controller = self._controller
+        if controller.stage in (Stage.LOADING, Stage.RECOVERING) and not controller.can_send:
+            self._is_send_due = True
+            self.notify("It is sent as soon as the model is there. Esc takes that back.")
+            return
         if await self._ask(
             lambda: controller.send(text) if turn_id is None else controller.edit(turn_id, text)
         ):
@@ -130,7 +140,9 @@ class ChatScreen(MessageScreen):
 
     async def action_stop(self) -> None:
         """Stops the reply; never touches what is being written."""
-        if self._controller.stop():
+        if self._is_send_due:
+            self._is_send_due = False
+        elif self._controller.stop():
             self._show_state()
 
     def on_composer_edit_left(self) -> None:
@@ -204,6 +216,7 @@ class ChatScreen(MessageScreen):
         """Dims Stop while there is nothing to stop."""
         del parameters
         is_busy = self._controller.stage in (Stage.REPLYING, Stage.RECOVERING)
+        is_busy = is_busy or self._is_send_due
         return True if action != "stop" or is_busy else None
 
     def action_models(self) -> None:
@@ -244,6 +257,10 @@ class ChatScreen(MessageScreen):
             self._show_state()
         await self.messages.keep_up()
         self._show_pill()
+        if self._is_send_due and self._controller.can_send:
+            self._is_send_due = False
+            if self.composer.text.strip():
+                self.composer.post_message(Composer.Submitted(self.composer.full_text))
 
     async def _write(self, update: Update) -> None:
         reply = self._reply
@@ -273,6 +290,8 @@ class ChatScreen(MessageScreen):
         if reply is not None and head is not None and head.role is Role.ASSISTANT:
             self._reply = None
             await self.messages.finish_reply(reply, self._controller.conversation)
+            if self._controller.reason in _CUT:
+                await self.messages.add_info(_CUT[self._controller.reason])
 
     async def _tell_trimmed(self) -> None:
         """Says once that the oldest turns no longer fit, and again when more do not."""
