@@ -111,7 +111,7 @@ def ask_for_capital(terminal: Terminal) -> None:
 
 def stop_reply(terminal: Terminal) -> None:
     terminal.press("escape")
-    terminal.wait_for("stopped ·")
+    terminal.wait_for("stopped")
     wait_for_chat(terminal)
 
 
