@@ -161,3 +161,9 @@ def test_arrays_of_another_shape_are_refused(tmp_path):
     np.savez(path, ids=np.zeros((4, 2, 1), dtype=np.uint8))
     with pytest.raises(TraceError, match="seq_len"):
         read_token_trace(path)
+
+
+def test_recorded_trace_is_read_whatever_its_name_ends_in(tmp_path):
+    named = read_token_trace(recorded(tmp_path / "a.npz"))
+    plain = read_token_trace(recorded(tmp_path / "a.trace"))
+    assert (named.ids == plain.ids).all()

@@ -209,8 +209,8 @@ class StepCapture:
             if missing and self._has_memory():
                 self._notify(
                     "steps",
-                    f"{len(missing)} steps are being compiled, once for this model and K, for "
-                    "a minute or so; replies get faster then.",
+                    f"Compiling {len(missing)} of the model's steps, once for this model and K, "
+                    "for a minute or so; replies get faster then.",
                 )
                 self._compile(missing)
                 if self.num_compiled:

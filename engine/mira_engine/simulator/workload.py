@@ -20,6 +20,8 @@ from ..errors import TraceError
 from ..trace import ReplyStart, RoutingTrace, TracedPass, TracedRound, read_trace
 from ..types import Phase
 
+_ARCHIVE_MAGIC = b"PK\x03\x04"
+
 Ids = Sequence[Sequence[Sequence[int]]]
 """Chosen experts `[num_layers][num_tokens][top_k]`."""
 
@@ -88,13 +90,22 @@ class TokenTrace:
         return replace(self, ids=self.ids[start:end], lengths=lengths)
 
 
+def _holds_arrays(path: Path) -> bool:
+    """Whether a file is an archive of arrays, however it is called."""
+    try:
+        with path.open("rb") as file:
+            return file.read(4) == _ARCHIVE_MAGIC
+    except OSError:
+        return path.suffix == ".npz"  # Whoever reads it says what is wrong.
+
+
 def read_token_trace(path: Path) -> TokenTrace:
     """Reads routing from a recorded trace, or from arrays `ids` and `seq_len` in an `.npz`.
 
     Raises:
         TraceError: It is neither, or damaged.
     """
-    if path.suffix != ".npz":
+    if not _holds_arrays(path):
         return token_trace(read_trace(path), path.stem)
     try:
         with np.load(path) as arrays:
