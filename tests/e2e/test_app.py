@@ -277,7 +277,7 @@ def test_engine_killed_during_preparation_goes_on_from_the_finished_layers(
     with open_program(data_dir) as terminal:
         terminal.wait_for("Welcome to mira-chat")
         terminal.press("enter")
-        terminal.wait_for("built-in", "not prepared")
+        terminal.wait_for("upcycled", "downloaded")
         terminal.press("enter")
         wait_for_layer(terminal, at_least=4)
         for engine in engines_of(terminal):

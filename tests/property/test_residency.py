@@ -237,7 +237,7 @@ def test_machine_catches_a_policy_that_loses_residents() -> None:
 
 def _run_until_it_fails(machine: type[ResidencyMachine]) -> None:
     machine.TestCase.settings = settings(
-        max_examples=3000,
+        max_examples=12_000,  # As many as the rarest fault takes from an unlucky start.
         stateful_step_count=40,
         deadline=None,
         database=None,

@@ -13,6 +13,7 @@ from mira_engine.errors import GenerationError
 from mira_engine.events import ChatMessage, Event, GenerationDone, ReplyStats, TokenDelta
 from mira_engine.model.chat import ChatRenderer, end_token_ids
 from mira_engine.model.reply_parts import Channels, ThinkTags, split_reply
+from mira_engine.runtime.telemetry import LiveSamples
 from mira_engine.types import FinishReason, ReplyPart
 from tiny_models import tiny_config, tiny_tokenizer
 from tokenizers import AddedToken
@@ -214,7 +215,8 @@ def converse(tokenizer: PreTrainedTokenizerBase, reply: str) -> list[Event]:
     """Returns the events of a chat whose reply has this text."""
     tokens = tokenizer(reply, add_special_tokens=False)["input_ids"]
     replier = FakeReplier(tokens, [tokenizer.eos_token_id])
-    return list(ChatStream(tokenizer, replier).stream("r", (FIRST,), SamplingConfig()))
+    live = LiveSamples("r", stats=replier.stats, residency=None)
+    return list(ChatStream(tokenizer, replier).stream("r", (FIRST,), SamplingConfig(), live))
 
 
 def text_of(events: Sequence[Event], part: ReplyPart) -> str:
