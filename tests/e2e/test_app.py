@@ -15,13 +15,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from app_homes import link_models, make_home
+from app_homes import make_home
 from e2e.terminal import Terminal
 
 pytestmark = [pytest.mark.builtin, pytest.mark.slow, pytest.mark.timeout(900)]
 
 PROGRAM = [sys.executable, "-m", "mira_app.cli"]
-PREPARE_TIMEOUT_S = 400.0
 REPLY_TIMEOUT_S = 120.0
 COLUMNS, LINES = 110, 36
 
@@ -33,7 +32,6 @@ CAPITAL = "The capital of France is"
 """Answered with Paris by a wide margin at each token (0.8 in logits) under that system
 prompt, so rounding cannot flip it; asked as a question, the first token is a near-tie."""
 
-_LAYER = re.compile(r"layer (\d+) of 30")
 _COUNT = re.compile(r"reply\s+(\d+) tokens")
 
 
@@ -79,15 +77,6 @@ def wait_for_tokens(terminal: Terminal, more_than: int) -> int:
         timeout_s=REPLY_TIMEOUT_S,
     )
     return count(screen)
-
-
-def wait_for_layer(terminal: Terminal, at_least: int) -> None:
-    """Waits until the conversion has come that far; a fast one shows not every layer."""
-    terminal.wait_until(
-        lambda screen: any(int(n) >= at_least for n in _LAYER.findall(screen)),
-        what=f"layer {at_least} or a later one",
-        timeout_s=PREPARE_TIMEOUT_S,
-    )
 
 
 def engines_of(terminal: Terminal) -> list[psutil.Process]:
@@ -268,31 +257,3 @@ def test_k_details_and_size_change_while_the_model_answers(known_home):
         terminal.press("escape")
         terminal.wait_for("2/2 · stopped ·")
         quit_program(terminal)
-
-
-def test_engine_killed_during_preparation_goes_on_from_the_finished_layers(
-    builtin_data_dir, data_dir
-):
-    link_models(builtin_data_dir, data_dir, "nested")
-    with open_program(data_dir) as terminal:
-        terminal.wait_for("Welcome to mira-chat")
-        terminal.press("enter")
-        terminal.wait_for("upcycled", "downloaded")
-        terminal.press("enter")
-        wait_for_layer(terminal, at_least=4)
-        for engine in engines_of(terminal):
-            engine.kill()
-        terminal.wait_for("killed by SIGKILL", timeout_s=REPLY_TIMEOUT_S)
-        finished = layer_files(data_dir)
-        assert finished
-
-        terminal.type("r")
-        wait_for_chat(terminal, PREPARE_TIMEOUT_S)
-        ask_for_capital(terminal)
-        quit_program(terminal)
-    assert finished.items() <= layer_files(data_dir).items(), "a finished layer was made again"
-
-
-def layer_files(data_dir: Path) -> dict[Path, int]:
-    """The finished layers of the expert store, with the time each was written in ns."""
-    return {path: path.stat().st_mtime_ns for path in data_dir.rglob("layer-*.safetensors")}
