@@ -210,7 +210,7 @@ class EngineConfig:
     cache_policy: CachePolicy = CachePolicy.AUTO
     lookahead: Lookahead = Lookahead.AUTO
     is_predicting: bool = True
-    prediction_lead: PredictionLead = PredictionLead.AUTO
+    prediction_lead: PredictionLead = PredictionLead.NEAR
     compile_mode: CompileMode = CompileMode.AUTO
     draft_experts: DraftExperts = DraftExperts.AUTO
     draft_dense: DraftDense = DraftDense.AUTO

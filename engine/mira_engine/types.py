@@ -169,8 +169,8 @@ class FinishReason(enum.StrEnum):
 class PredictionLead(enum.StrEnum):
     """How far ahead heads tell which experts are needed, while tokens are generated."""
 
-    AUTO = "auto"
-    """Far where there are far heads, else near."""
+    FAR = "far"
+    """All later layers from a few, where there are far heads; else near."""
 
     NEAR = "near"
     """Two layers, each layer's own head. Source: Mira IV-E."""
