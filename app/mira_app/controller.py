@@ -50,8 +50,6 @@ from .engine_client import EngineClient
 from .settings import Settings
 from .stored_chat import StoredChat, new_chat_id, title_of
 
-_TITLE_CHARS = 60
-
 
 class History(Protocol):
     """Where chats are kept."""

@@ -15,6 +15,7 @@ from mira_engine.policy.driver import ExpertCacheDriver
 from mira_engine.policy.replay import DecisionLog, replay
 from mira_engine.predictor.bank import BankFacts, PredictorBank
 from mira_engine.predictor.baselines import TargetRouter
+from mira_engine.predictor.far import FarHead
 from mira_engine.predictor.train import LayerChoice
 from mira_engine.prepare import prepare
 from mira_engine.types import (
@@ -104,6 +105,29 @@ def recorded(engine: Engine) -> DecisionLog:
         engine.clear_cancel()
         assert (reasons[0] is FinishReason.CANCELLED) == (number == 1)
     return log
+
+
+def test_far_heads_are_asked_for_generated_tokens_and_replay_byte_equal(
+    load: Callable[[str], Engine],
+) -> None:
+    engine = load("batches")
+    setup, width = engine.cache_setup, engine.model.config.hidden_size
+    generator = torch.Generator().manual_seed(2)
+    targets = list(range(1, setup.num_layers))
+    tensors = {
+        "inner": torch.randn(4, width, generator=generator),
+        "inner_bias": torch.zeros(4),
+        "outer": torch.randn(len(targets) * setup.num_experts, 4, generator=generator),
+        "outer_bias": torch.zeros(len(targets) * setup.num_experts),
+        "targets": torch.tensor(targets),
+    }
+    engine.executor.predictor.far_heads[0] = FarHead(tensors, setup.top_k)
+    lines = recorded(engine).lines
+    text = "\n".join(lines)
+    assert '["predict_far"' in text
+    assert '["predict"' in text, "prompts are for the heads two layers ahead"
+    assert '"predicted"' in text
+    assert replay(lines, ExpertCacheDriver(setup)) is None
 
 
 @pytest.mark.parametrize("way", WAYS)

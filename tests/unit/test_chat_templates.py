@@ -206,10 +206,6 @@ class FakeReplier:
     def stats(self) -> ReplyStats:
         return ReplyStats(num_new_tokens=len(self.tokens))
 
-    def samples(self, request_id: str) -> tuple[()]:
-        del request_id
-        return ()
-
 
 def converse(tokenizer: PreTrainedTokenizerBase, reply: str) -> list[Event]:
     """Returns the events of a chat whose reply has this text."""

@@ -329,6 +329,23 @@ def test_predictions_that_nobody_uses_are_switched_off() -> None:
     assert not driver.is_prediction_wanted
 
 
+@pytest.mark.parametrize(("num_missed", "is_on"), [(0, True), (2, False)])
+def test_unused_prediction_costs_what_misses_wait_for_it(num_missed: int, is_on: bool) -> None:
+    driver = ExpertCacheDriver(SETUP)
+    for number in range(60):
+        picks = [(number % 8, 1.0), ((number + 1) % 8, 1.0)]
+        fetches = driver.predict(2, picks, 1) if driver.is_prediction_wanted else []
+        for expert in range(num_missed):
+            fetches += driver.enter_layer(1, [((number * 2 + expert) % 8, 1)])
+        for action in fetches:
+            if isinstance(action, Fetch) and not driver.residency.is_ready(action.expert):
+                driver.landed(action.slot)
+        driver.leave_layer()
+        # Of 100 bytes a second the link moves one record; a round lasts three.
+        driver.end_pass(1, 100, 1.0, 0.0, 0.0, 3.0)
+    assert driver.prediction_payoff.is_on is is_on
+
+
 def test_nothing_is_predicted_where_everything_is_resident() -> None:
     driver = ExpertCacheDriver(replace(SETUP, num_layers=1, num_slots=8))
     assert driver.is_prediction_wanted

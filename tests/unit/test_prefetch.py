@@ -253,3 +253,12 @@ def test_fetch_is_an_action_with_its_reason() -> None:
     (action,) = planner.plan(_wide(1), _table(4), num_drafted=1).actions
     assert isinstance(action, Fetch)
     assert action.reason is FetchReason.LOOKAHEAD
+
+
+def test_few_records_are_no_verdict_yet() -> None:
+    payoff = PrefetchPayoff()
+    single = PrefetchRound(num_prefetched=1, num_used=0, saved_s=0.0, spent_s=1.0)
+    for number in range(1, 49):
+        assert payoff.is_on, number
+        payoff.observe(single)
+    assert not payoff.is_on

@@ -7,7 +7,6 @@ is served, so that a wrong guess costs a miss almost nothing. Files are opened w
 O_DIRECT where the file system allows it; where not, reads go through the page cache and
 the caller is told (`is_direct`).
 
-Used until the C++ library is built; `native_disk` does the same without an interpreter.
 
 Shut-down order: `close` marks the queue closed, wakes the readers, joins them, then
 closes the files.
