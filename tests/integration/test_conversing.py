@@ -128,6 +128,14 @@ def test_question_too_long_by_itself_is_an_error_with_a_hint(engine: Engine) -> 
     assert ask(engine, SYSTEM, user("x"))[1].stats.num_new_tokens == 8
 
 
+def test_hint_names_no_larger_context_where_there_is_none(engine: Engine, monkeypatch) -> None:
+    monkeypatch.setattr(Engine, "longest_context", 256)
+    with pytest.raises(ContextLengthError) as caught:
+        ask(engine, user("x" * 300))
+    assert "--context" not in caught.value.hint
+    assert "Shorten" in caught.value.hint
+
+
 def test_thinking_is_streamed_as_such(thinking_engine: Engine) -> None:
     events, done = ask(thinking_engine, user("Hello"))
     parts = {e.part for e in events if getattr(e, "text", "") and hasattr(e, "part")}

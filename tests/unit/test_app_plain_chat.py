@@ -224,6 +224,20 @@ def test_command_without_a_question_says_so(chat, command):
     assert not chat.client.sent
 
 
+def test_notes_of_the_engine_stand_behind_the_reply_and_not_inside(chat):
+    def reply(call: EngineCall) -> None:
+        delta(call, "A ")
+        call.deliver(api.Notice(code="n", text="Something fell back."))
+        delta(call, "cache.")
+        end(call, "A cache.", api.FinishReason.STOP)
+
+    chat.client.reply, chat.err = reply, chat.out  # One terminal shows both.
+    chat.run("one\n")
+    shown = chat.out.getvalue()
+    assert "A cache.\n" in shown
+    assert shown.index("A cache.") < shown.index("Something fell back.")
+
+
 def test_system_prompt_is_sent_shown_and_taken_back(chat):
     chat.run("/system\n/system be brief\none\n/system -\ntwo\n")
     assert chat.client.sent[0] == (("system", "be brief"), ("user", "one"))
