@@ -80,5 +80,5 @@ def test_bank_keeps_far_heads_over_a_file(tmp_path):
     PredictorBank(facts, {}, {0: head}).save(tmp_path)
     bank = PredictorBank.load(tmp_path, "r")
     state = planted().hidden[:1]
-    assert bank.predict_far(0, state) == head.expect(state, 0.4) != []
-    assert bank.predict_far(1, state) == []
+    assert bank.predict_far(0, state, 0.4) == head.expect(state, 0.4) != []
+    assert bank.predict_far(1, state, 0.4) == []

@@ -14,19 +14,53 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from ..types import ExpertId
+from ..types import ExpertId, Phase
 from .base import Skip, SkipReason
 from .residency import ResidencyTable
 
 MIN_PROBABILITY = 0.5
 """Of being used, below which an expert of layer i + 2 is not staged."""
 
+MIN_FAR_PROBABILITY = 0.4
+"""Of being used, below which a far head's guess is not worth moving a record for."""
+
 _NEAR = 1
 """Layers behind the present one that heads of earlier layers have spoken about."""
 
 FarPick = tuple[int, int, float]
 """Layer, expert, and how likely at least one token uses it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadQuestion:
+    """What the heads of a layer are asked.
+
+    Attributes:
+        is_far: Whether its far head speaks of all later layers, rather than its near one of
+            the next but one.
+        is_last_token_only: Whether the pass's last token stands for all.
+        is_unbounded: Whether every likely expert is wanted, not the likeliest few.
+    """
+
+    is_far: bool
+    is_last_token_only: bool
+    is_unbounded: bool
+
+
+def question_for(phase: Phase, *, has_far_heads: bool) -> HeadQuestion:
+    """Chooses what to ask in a phase.
+
+    A prompt's tokens use most of a layer: there the next layer but one is enough, and all
+    of it. In a verification the draft's routers told of all tokens but the last.
+    """
+    is_prompt = phase is Phase.PREFILL
+    return HeadQuestion(
+        is_far=has_far_heads and not is_prompt,
+        is_last_token_only=phase is Phase.VERIFY,
+        is_unbounded=is_prompt,
+    )
 
 
 class PredictiveStaging:

@@ -31,9 +31,6 @@ MANIFEST_FILE = "predictors.json"
 
 _FAR = "far."
 
-MIN_FAR_PROBABILITY = 0.4
-"""Of a use, below which a far head's guess is not worth moving a record for."""
-
 _PICKS_PER_EXPERT = 2
 """Predicted experts for each that a token uses, where nobody says how many."""
 
@@ -128,18 +125,21 @@ class PredictorBank:
         return list(zip(experts[:picks].tolist(), shares[:picks].tolist(), strict=True))
 
     @torch.inference_mode()
-    def predict_far(self, layer: int, hidden: torch.Tensor) -> list[tuple[int, int, float]]:
+    def predict_far(
+        self, layer: int, hidden: torch.Tensor, min_probability: float
+    ) -> list[tuple[int, int, float]]:
         """Returns what all later layers are likely to use, as `FarHead.expect` does.
 
         Args:
             layer: The MoE layer that runs now.
             hidden: `[T, C]`, its experts' input.
+            min_probability: Of a use, below which an expert is left out.
 
         Returns:
             `(layer, expert, probability)`; empty where the layer has no far head.
         """
         head = self.far_heads.get(layer)
-        return [] if head is None else head.expect(hidden, MIN_FAR_PROBABILITY)
+        return [] if head is None else head.expect(hidden, min_probability)
 
     def _native_shares(
         self, layer: int, predictor: Predictor, hidden: torch.Tensor, top_k_index: torch.Tensor

@@ -33,6 +33,7 @@ from ..policy.base import (
     Skip,
 )
 from ..policy.driver import ExpertCacheDriver
+from ..policy.prediction import MIN_FAR_PROBABILITY, question_for
 from ..predictor.bank import PredictorBank
 from ..trace import TraceRecorder
 from ..types import ExpertId, Phase, ServedBy
@@ -201,23 +202,19 @@ class ExpertExecutor:
                 self.obey(driver.leave_layer())
 
     def _stage_predicted(self, layer: int, hidden: torch.Tensor, top_k_index: torch.Tensor) -> None:
-        """Fetches what the predictor expects in later layers.
-
-        A prompt's tokens use most of a layer, so there the next layers but one are enough. In
-        a verification for its last token only: the draft's routers told of the others.
-        """
+        """Fetches what the predictor expects in later layers."""
         started = time.perf_counter()
         predictor = self.predictor
         assert predictor is not None
-        is_prompt = self.phase is Phase.PREFILL
-        if self.phase is Phase.VERIFY:
+        question = question_for(self.phase, has_far_heads=bool(predictor.far_heads))
+        if question.is_last_token_only:
             hidden, top_k_index = hidden[-1:], top_k_index[-1:]
-        if predictor.far_heads and not is_prompt:
+        if question.is_far:
             if layer in predictor.far_heads:
-                self.obey(self.driver.predict_far(predictor.predict_far(layer, hidden)))
+                expected = predictor.predict_far(layer, hidden, MIN_FAR_PROBABILITY)
+                self.obey(self.driver.predict_far(expected))
         else:
-            # Many tokens use many experts of a layer.
-            max_picks = predictor.facts.num_experts if is_prompt else None
+            max_picks = predictor.facts.num_experts if question.is_unbounded else None
             picks = predictor.predict(layer, hidden, top_k_index, max_picks=max_picks)
             if picks:
                 target = layer + predictor.facts.offset
