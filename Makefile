@@ -17,7 +17,7 @@ export PIP_NO_INPUT := 1
 export PYTHONUNBUFFERED := 1
 
 .DELETE_ON_ERROR:
-.PHONY: help chat test lint bench soak wheel clean
+.PHONY: help chat test test-app test-engine lint bench soak wheel clean
 
 help:
 	@echo 'make chat    install into .venv and open the program'
@@ -47,11 +47,19 @@ $(VENV)/.test: $(VENV)/.app
 chat: $(VENV)/.app
 	$(BIN)/mira-chat
 
-# The screens in a process of their own: beside torch and what it compiled, the garbage
-# collector alone stops them for longer than they take to settle.
+# Two halves side by side, a core each. The screens have a process of their own: beside torch
+# and what it compiled, the garbage collector alone stops them for longer than they settle in.
 test: lint
+	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=line test-app test-engine
+
+APP_TESTS := tests/tui tests/unit tests/property
+
+test-app: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/tui $(PYTEST_ARGS)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore=tests/tui $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(filter-out tests/tui,$(APP_TESTS)) $(PYTEST_ARGS)
+
+test-engine: $(VENV)/.test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(addprefix --ignore=,$(APP_TESTS)) $(PYTEST_ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
