@@ -408,6 +408,30 @@ def _product(
 
 
 @triton.jit
+def _in_slot(
+    slot,
+    low_slot,
+    record_bytes,
+    low_record_bytes,
+    code_at,
+    scale_at,
+    low_at,
+    bias_at,
+    STORED: tl.constexpr,
+    IS_BIAS_FLOAT32: tl.constexpr,
+):
+    """Offsets of an expert's sections in its arena, each in elements of its own view."""
+    code_step = record_bytes // 2 if STORED == 0 else record_bytes
+    bias_step = record_bytes // 4 if IS_BIAS_FLOAT32 else record_bytes // 2
+    return (
+        code_at + slot * code_step,
+        scale_at + slot * (record_bytes // 2),
+        low_at + low_slot * low_record_bytes,
+        bias_at + slot * bias_step,
+    )
+
+
+@triton.jit
 def _bias(values16, values32, bias_at, rows, is_out, IS_BIAS_FLOAT32: tl.constexpr):
     if IS_BIAS_FLOAT32:
         return tl.load(values32 + bias_at + rows, mask=is_out, other=0.0)
@@ -498,16 +522,10 @@ def up_kernel(
     if slot < 0 or low_slot < 0:
         tl.store(to, tl.zeros([BLOCK_M, BLOCK_N], inner.dtype.element_ty), mask=is_out)
         return
-    if STORED == 0:
-        code_at = code_at + slot * (record_bytes // 2)
-    else:
-        code_at = code_at + slot * record_bytes
-    scale_at = scale_at + slot * (record_bytes // 2)
-    low_at = low_at + low_slot * low_record_bytes
-    if IS_BIAS_FLOAT32:
-        bias_at = bias_at + slot * (record_bytes // 4)
-    else:
-        bias_at = bias_at + slot * (record_bytes // 2)
+    code_at, scale_at, low_at, bias_at = _in_slot(
+        slot, low_slot, record_bytes, low_record_bytes, code_at, scale_at, low_at, bias_at,
+        STORED, IS_BIAS_FLOAT32,
+    )  # fmt: skip
     gate_rows, up_rows = units, units
     if BETWEEN < 3:
         if IS_INTERLEAVED:
@@ -622,21 +640,15 @@ def _down_tile(
     BLOCK_K: tl.constexpr,
 ):
     """One expert's outputs of some rows, `[BLOCK_M, BLOCK_N]` float32."""
-    if STORED == 0:
-        code_at = code_at + slot * (record_bytes // 2)
-    else:
-        code_at = code_at + slot * record_bytes
-    scale_at = scale_at + slot * (record_bytes // 2)
-    low_at = low_at + low_slot * low_record_bytes
+    code_at, scale_at, low_at, bias_at = _in_slot(
+        slot, low_slot, record_bytes, low_record_bytes, code_at, scale_at, low_at, bias_at,
+        STORED, IS_BIAS_FLOAT32,
+    )  # fmt: skip
     value = _product(
         inner, row, is_row, outputs, is_output, num_units, bytes8, codes8, values16, low8,
         code_at, scale_at, low_at, STORED, GROUP, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     if HAS_BIAS:
-        if IS_BIAS_FLOAT32:
-            bias_at = bias_at + slot * (record_bytes // 4)
-        else:
-            bias_at = bias_at + slot * (record_bytes // 2)
         value += _bias(values16, values32, bias_at, outputs, is_output, IS_BIAS_FLOAT32)[None, :]
     return value
 
