@@ -227,8 +227,7 @@ def accelerator_facts(
         yield from _card_facts(card, search, build, is_used=is_used)
     if not search.cards and not search.problem:
         yield _other_accelerator(build, limits)
-    if search.cards:
-        yield _pinned(limits)
+    yield _pinned(limits, is_needed=bool(search.cards) and is_used)
     if limits.container_bytes is not None:
         yield MachineFact(
             code="container-memory",
@@ -336,7 +335,11 @@ def _other_accelerator(build: TorchBuild, limits: SystemLimits) -> MachineFact:
     return MachineFact(code="gpu", text="none that torch can use; the CPU computes")
 
 
-def _pinned(limits: SystemLimits) -> MachineFact:
+def _pinned(limits: SystemLimits, *, is_needed: bool) -> MachineFact:
+    if not is_needed:
+        return MachineFact(
+            code="pinned-memory", text="none: only a GPU's link needs it, and none is used"
+        )
     if limits.locked_bytes is None:
         return MachineFact(code="pinned-memory", text="the system sets no limit")
     is_little = limits.locked_bytes < _LITTLE_LOCKED_BYTES
