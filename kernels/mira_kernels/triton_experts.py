@@ -184,19 +184,31 @@ def group_by_expert(top_k_index: Tensor, num_experts: int) -> Assignments:
     )
 
 
-def expert_outputs(hidden: Tensor, experts: LayerExperts, rows: Assignments) -> Tensor:
+def expert_outputs(
+    hidden: Tensor,
+    experts: LayerExperts,
+    rows: Assignments,
+    *,
+    inner: Tensor | None = None,
+    result: Tensor | None = None,
+) -> Tensor:
     """Computes every assignment whose expert is in a slot.
 
     Args:
         hidden: `[T, C]`, bfloat16 (float32 and float16 are taken too).
         experts: The layer's.
         rows: From `group_by_expert`.
+        inner: `[T * k, R]` in the dtype of `hidden`, written over; `None` takes new memory.
+        result: `[T * k, C]`, of which rows of experts in slots are written; `None` takes
+            new memory, zero elsewhere.
 
     Returns:
-        `[T * k, C]` by assignment; rows of experts in no slot are zero.
+        `result`, by assignment.
     """
-    inner = hidden.new_zeros(rows.num_rows, experts.intermediate_size)
-    result = hidden.new_zeros(rows.num_rows, experts.hidden_size)
+    if inner is None:
+        inner = hidden.new_empty(rows.num_rows, experts.intermediate_size)
+    if result is None:
+        result = hidden.new_zeros(rows.num_rows, experts.hidden_size)
     blocks = rows.block_expert.shape[0]
     grid = (blocks, triton.cdiv(experts.intermediate_size, BLOCK_N))
     routing = (rows.order, rows.block_expert, rows.block_start, rows.expert_stop)

@@ -98,10 +98,14 @@ class CudaTransfer:
         self._clock = clock
         self._sleep = sleep
         self.bytes_per_s = bytes_per_s
+        self.is_direct = True
+        """Nothing here passes through a page cache of its own."""
         self.record_bytes = sum(part.numel() for part in slots[0].values())
         self._ready: list[Event] = [queues.make_event() for _ in slots]
         self._reuse: list[Event] = [queues.make_event() for _ in slots]
         self._is_read: list[bool] = [False] * len(slots)
+        self._reuse_any = queues.make_event()
+        self._is_any_read = False
         self._unseen: set[int] = set()
         """Slots whose copy the host has not seen end."""
         self._demand: OrderedDict[ExpertId, _Copy] = OrderedDict()
@@ -191,6 +195,11 @@ class CudaTransfer:
             self._queues.record(self._reuse[slot], Lane.COMPUTE)
             self._is_read[slot] = True
 
+    def release_all(self) -> None:
+        """Kernels that read slots which only the device knows have been launched."""
+        self._queues.record(self._reuse_any, Lane.COMPUTE)
+        self._is_any_read = True
+
     # -- copying ---------------------------------------------------------------------------
 
     def _fill_lanes(self) -> None:
@@ -223,6 +232,8 @@ class CudaTransfer:
         if self._is_read[slot]:
             queues.wait_for(self._reuse[slot], lane)
             self._is_read[slot] = False
+        if self._is_any_read:
+            queues.wait_for(self._reuse_any, lane)
         for plane, target in self._slots[slot].items():
             queues.copy(target, records[plane], lane)
         queues.record(self._ready[slot], lane)
