@@ -273,7 +273,7 @@ class Engine:
         """Moves the backbone to the card, and builds slots, draft and link there."""
         assert self.config.gpu is not None
         modules = [module for _, module in expert_modules_of(self.model)]
-        form = form_of(modules, self.model.config.model_type)
+        form = form_of(modules, self.model.config.model_type, self.config.precision)
         handle = gpu_device.open_card(self.config.gpu)
         self.model.to(handle.device)
         return make_gpu_device(

@@ -20,7 +20,7 @@ from ..checkpoint.store import ExpertStore
 from ..config import EngineConfig, format_bytes
 from ..errors import ConfigError, check_cancelled
 from ..events import MemoryPlan
-from ..types import DraftExperts, ExpertId, Plane
+from ..types import DraftExperts, ExpertId, Plane, Precision
 from .cuda_transfer import CudaTransfer
 from .disk import open_for_records, read_exactly
 from .gpu_experts import GpuArena, GpuDraft, GpuExperts, GpuForm, GpuSlotDraft, gpu_form
@@ -90,12 +90,16 @@ def free_device_bytes(index: int) -> int:
     return int(torch.cuda.mem_get_info(index)[0])
 
 
-def form_of(modules: Sequence[nn.Module], family: str) -> GpuForm:
+def form_of(modules: Sequence[nn.Module], family: str, precision: Precision) -> GpuForm:
     """Returns what lies between the matrices of a model's experts.
 
     Raises:
-        ConfigError: The kernels have no form for it.
+        ConfigError: The kernels have no form for it, or do not read the precision.
     """
+    if precision is Precision.FLOAT32:
+        raise ConfigError.for_field(
+            "gpu", precision, "Give another --precision, or leave --gpu out."
+        )
     forms = {gpu_form(module) for module in modules}
     form = forms.pop() if len(forms) == 1 else None
     if form is None:
