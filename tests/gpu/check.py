@@ -223,8 +223,8 @@ def time_kernels(bandwidth: float) -> dict[str, dict[str, float]]:
             result = hidden.new_empty(shape.top_k, shape.hidden_size)
 
             def all_turns() -> None:
-                for each in rows:  # noqa: B023 - used at once
-                    expert_outputs(hidden, described, each, inner=inner, result=result)  # noqa: B023
+                for each in rows:
+                    expert_outputs(hidden, described, each, inner=inner, result=result)
 
             ms = median_ms(all_turns) / len(turns)
             num_bytes = made.bytes_each * shape.top_k
