@@ -515,8 +515,9 @@ def up_kernel(
     expert = tl.load(block_expert + block).to(tl.int32)
     if expert < 0:
         return
-    if HAS_COUNTS and tl.program_id(1) == 0:
-        tl.atomic_add(block_start + expert, 1)
+    if HAS_COUNTS:  # noqa: SIM102 - this one is decided when the kernel is built
+        if tl.program_id(1) == 0:
+            tl.atomic_add(block_start + expert, 1)
     lane = tl.arange(0, BLOCK_M)
     if IS_DIRECT:
         row = tl.zeros([BLOCK_M], tl.int32) + block
