@@ -20,6 +20,7 @@ order, routing read from device memory, counters updated on the way).
 from __future__ import annotations
 
 import enum
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -36,6 +37,10 @@ BLOCK_N = 64
 
 MAX_BLOCK_K = 128
 """Most inputs taken at a time; never more than share a scale."""
+
+_IS_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+"""The interpreter multiplies the bits of bfloat16 (triton 3.9), so there operands are widened,
+which is exact."""
 
 
 class Stored(enum.IntEnum):
@@ -352,6 +357,15 @@ def layer_constants(
 
 
 @triton.jit
+def _dot(a, codes):
+    """`a @ codes.T`, accumulated in float32; codes of up to eight bits are exact in bfloat16."""
+    b = tl.trans(codes.to(tl.float32))
+    if _IS_INTERPRETED:
+        return tl.dot(a.to(tl.float32), b, input_precision="ieee")
+    return tl.dot(a, b.to(a.dtype), input_precision="ieee")
+
+
+@triton.jit
 def _product(
     x,  # [*, K]
     x_rows,  # [BLOCK_M] rows of x
@@ -391,7 +405,7 @@ def _product(
                 mask=is_out[:, None] & is_in[None, :],
                 other=0,
             )
-            total += tl.dot(tile, tl.trans(weight.to(tile.dtype)), input_precision="ieee")
+            total += _dot(tile, weight)
         else:
             half = tl.arange(0, BLOCK_K // 2)
             columns = start + 2 * half
@@ -406,8 +420,8 @@ def _product(
                 pair = tl.load(low8 + low_at + place, mask=is_out[:, None], other=0x88)
                 left = 16 * left + (pair & 15).to(tl.int32) - 8
                 right = 16 * right + (pair >> 4).to(tl.int32) - 8
-            part = tl.dot(even, tl.trans(left.to(even.dtype)), input_precision="ieee")
-            part += tl.dot(odd, tl.trans(right.to(odd.dtype)), input_precision="ieee")
+            part = _dot(even, left)
+            part += _dot(odd, right)
             scale = tl.load(
                 values16 + scale_at + out_rows * (num_inputs // GROUP) + start // GROUP,
                 mask=is_out,

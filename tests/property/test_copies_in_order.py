@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 from fake_queues import FakeQueues, RaceError
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from mira_engine.runtime import cuda_transfer
 from mira_engine.runtime.cuda_transfer import CudaTransfer
@@ -154,7 +154,7 @@ class _NoReuseRecord(CudaTransfer):
 
 @pytest.mark.parametrize("faulty", [_NoReuseWait, _NoReadyWait, _NoReuseRecord])
 def test_a_missing_wait_is_found(faulty: type[CudaTransfer]) -> None:
-    @settings(max_examples=2000, deadline=None, database=None)
+    @settings(max_examples=2000, deadline=None, database=None, phases=[Phase.generate])
     @given(schedule=steps, seed=st.integers(0, 2**32 - 1))
     def search(schedule, seed: int) -> None:
         _run(faulty, schedule, seed)

@@ -39,7 +39,7 @@ class FakeQuota:
 
 
 def test_chunks_hold_whole_records_and_end_where_the_system_gives_no_more() -> None:
-    quota = FakeQuota(3 * CHUNK_BYTES - 1)
+    quota = FakeQuota(5 * CHUNK_BYTES // 2)
 
     chunks = allocate_chunks(4 * CHUNK_BYTES, 1000, quota)
 
