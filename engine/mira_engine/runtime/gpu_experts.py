@@ -172,7 +172,7 @@ class GpuExperts:
             self._draft is not None and fmt.precision is Precision.NESTED and len(slots.planes) == 1
         )
         self._counts = torch.zeros(num_layers, num_experts, dtype=torch.int32, device=device)
-        self._buffers: dict[tuple[int, int, torch.dtype], Tensor] = {}
+        self._buffers: dict[tuple[str, int, int, torch.dtype], Tensor] = {}
 
     def takes(self, hidden: Tensor) -> bool:
         """Whether these tokens' experts are computed here: all are."""
@@ -203,9 +203,9 @@ class GpuExperts:
         """It does without this expert from now on."""
         self._in_slots[expert.layer, expert.expert] = -1
 
-    def room(self, rows: int, width: int, dtype: torch.dtype) -> Tensor:
-        """Returns zeroed `[rows, width]` of reused device memory."""
-        key = (rows, width, dtype)
+    def room(self, purpose: str, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        """Returns zeroed `[rows, width]` of device memory that a purpose uses again and again."""
+        key = (purpose, rows, width, dtype)
         if key not in self._buffers:
             with torch.inference_mode(False):
                 self._buffers[key] = torch.empty(rows, width, dtype=dtype, device=self._device)
@@ -238,7 +238,7 @@ class GpuExperts:
 
         fmt, experts = self._draft_of(layer)
         num_tokens, top_k = index.shape
-        inner = self.room(num_tokens * top_k, fmt.shape.intermediate_size, hidden.dtype)
+        inner = self.room("inner", num_tokens * top_k, fmt.shape.intermediate_size, hidden.dtype)
         result = torch.empty_like(hidden)
         draft_layer(hidden.contiguous(), experts, index, weights, counts, inner, result)
         if self._draft is None:
@@ -315,8 +315,8 @@ class GpuPlan:
         self._rows = group_by_expert(index, experts._num_experts)
         shape = experts._fmt.shape
         num_rows = self._rows.num_rows
-        self._inner = experts.room(num_rows, shape.intermediate_size, hidden.dtype)
-        self._out = experts.room(num_rows, shape.hidden_size, hidden.dtype)
+        self._inner = experts.room("inner", num_rows, shape.intermediate_size, hidden.dtype)
+        self._out = experts.room("out", num_rows, shape.hidden_size, hidden.dtype)
         self._index = index
 
     @cached_property
