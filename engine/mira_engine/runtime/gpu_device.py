@@ -14,8 +14,10 @@ from pathlib import Path
 
 import psutil
 import torch
+from mira_kernels.weights import Int4Layout
 from torch import Tensor, nn
 
+from ..checkpoint.formats import ExpertFormat, make_format
 from ..checkpoint.store import ExpertStore
 from ..config import EngineConfig, format_bytes
 from ..errors import ConfigError, check_cancelled
@@ -137,13 +139,19 @@ def make_gpu_device(
         StoreError: A record cannot be read.
     """
     manifest, device = target.manifest, handle.device
+    fmt = _card_format(target)
+    if fmt is not target.format:
+        tell(
+            "other-layout",
+            "The store is laid out for this processor; records are laid out anew as they are read.",
+        )
     draft: GpuDraft | GpuSlotDraft | None = None
     is_resident = plan.num_draft_tokens > 0 and plan.draft_experts is DraftExperts.ALL
     if is_resident:
         plane = draft_source.format.draft_plane
         assert plane is not None
         draft = GpuDraft(
-            draft_source.format,
+            _card_format(draft_source),
             plane,
             manifest.num_layers,
             manifest.num_experts,
@@ -152,14 +160,14 @@ def make_gpu_device(
         )
     elif plan.num_draft_tokens:
         draft = GpuSlotDraft()
-    planes = slot_planes(target.format, has_draft=is_resident)
-    slots = GpuArena(plan.num_slots, planes, target.format, device)
+    planes = slot_planes(fmt, has_draft=is_resident)
+    slots = GpuArena(plan.num_slots, planes, fmt, device)
     source = _host_source(handle, slots, config, target, is_cancelled, tell)
     transfer = CudaTransfer(
         handle.queues, source, slots.records, bytes_per_s=config.link.bytes_per_s
     )
     experts = GpuExperts(
-        target.format,
+        fmt,
         form,
         slots,
         transfer,
@@ -171,8 +179,16 @@ def make_gpu_device(
     return GpuDevice(slots=slots, draft=draft, transfer=transfer, experts=experts)
 
 
+def _card_format(store: ExpertStore) -> ExpertFormat:
+    """The store's format in the layout that kernels on a card read."""
+    fmt = store.format
+    if fmt.block_rows == 1:
+        return fmt
+    return make_format(fmt.precision, fmt.shape, layout=Int4Layout.ROWS.value)
+
+
 class _Reader:
-    """Reads one record after another from a store into whatever memory is given."""
+    """Reads one record after another from a store, in the card's layout, to where it is wanted."""
 
     def __init__(
         self, store: ExpertStore, config: EngineConfig, is_cancelled: Callable[[], bool]
@@ -180,19 +196,23 @@ class _Reader:
         self._store = store
         self._is_cancelled = is_cancelled
         self._layer = -1
+        self._format = _card_format(store)
 
     def __call__(self, expert: ExpertId, plane: Plane, target: Tensor) -> None:
         if expert.layer != self._layer:
             self._layer = expert.layer
             check_cancelled(self._is_cancelled)
         path, offset, num_bytes = self._store.record_location(expert.layer, plane, expert.expert)
-        is_host = target.device.type == "cpu"
+        is_other = self._format is not self._store.format
+        is_host = target.device.type == "cpu" and not is_other
         buffer = target if is_host else pageable(num_bytes)
         fd, _ = open_for_records(Path(path), is_direct=False)
         try:
             read_exactly(fd, memoryview(buffer.numpy()), offset, Path(path))
         finally:
             os.close(fd)
+        if is_other:
+            buffer = self._format.repack(plane, buffer, self._store.format)
         if not is_host:
             target.copy_(buffer)
 
@@ -236,6 +256,10 @@ def _host_source(
     return PinnedSource(chunks, experts, slots.plane_bytes, load, below)
 
 
+def _never() -> bool:
+    return False
+
+
 def _ring(
     handle: GpuHandle, slots: GpuArena, config: EngineConfig, target: ExpertStore
 ) -> RingSource:
@@ -250,6 +274,7 @@ def _ring(
         buffers,
         num_threads=config.num_reader_threads,
         is_direct=config.is_direct_io,
+        read=None if _card_format(target) is target.format else _Reader(target, config, _never),
     )
 
 

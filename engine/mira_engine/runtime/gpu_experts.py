@@ -172,7 +172,7 @@ class GpuExperts:
             self._draft is not None and fmt.precision is Precision.NESTED and len(slots.planes) == 1
         )
         self._counts = torch.zeros(num_layers, num_experts, dtype=torch.int32, device=device)
-        self._buffers: dict[tuple[str, int, int, torch.dtype], Tensor] = {}
+        self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def takes(self, hidden: Tensor) -> bool:
         """Whether these tokens' experts are computed here: all are."""
@@ -205,11 +205,13 @@ class GpuExperts:
 
     def room(self, purpose: str, rows: int, width: int, dtype: torch.dtype) -> Tensor:
         """Returns zeroed `[rows, width]` of device memory that a purpose uses again and again."""
-        key = (purpose, rows, width, dtype)
-        if key not in self._buffers:
+        size = rows * width
+        buffer = self._buffers.get((purpose, dtype))
+        if buffer is None or buffer.numel() < size:
             with torch.inference_mode(False):
-                self._buffers[key] = torch.empty(rows, width, dtype=dtype, device=self._device)
-        return self._buffers[key].zero_()
+                buffer = torch.empty(size, dtype=dtype, device=self._device)
+            self._buffers[purpose, dtype] = buffer
+        return buffer[:size].view(rows, width).zero_()
 
     def layer(self, layer: int, experts: Sequence[tuple[ExpertId, int]]) -> LayerExperts:
         """Describes a layer of which some experts are in slots."""

@@ -12,8 +12,6 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-
 import torch
 from torch import Tensor
 
@@ -155,6 +153,7 @@ class RingSource:
             many experts can be between disk and device at a time.
         num_threads: Reader threads.
         is_direct: Whether to ask for O_DIRECT; buffers are then aligned to 4096 bytes.
+        read: Reads a record into a buffer some other way, `None` for as it is in the file.
     """
 
     def __init__(
@@ -165,7 +164,9 @@ class RingSource:
         *,
         num_threads: int,
         is_direct: bool,
+        read: Callable[[ExpertId, Plane, Tensor], None] | None = None,
     ) -> None:
+        self._read_record = read or self._read_plain
         self._locate = locate
         self._plane_bytes = dict(plane_bytes)
         self._is_direct = is_direct
@@ -243,14 +244,14 @@ class RingSource:
             expert, buffer = order
             try:
                 for plane, part in self._parts(buffer).items():
-                    path, offset, _ = self._locate(expert, plane)
-                    self._fill(path, offset, part)
+                    self._read_record(expert, plane, part)
             except MiraError as error:
                 self._read.put((expert, error))
             else:
                 self._read.put((expert, None))
 
-    def _fill(self, path: Path, offset: int, part: Tensor) -> None:
+    def _read_plain(self, expert: ExpertId, plane: Plane, part: Tensor) -> None:
+        path, offset, _ = self._locate(expert, plane)
         try:
             fd, _ = open_for_records(path, is_direct=self._is_direct)
         except OSError as error:
