@@ -12,6 +12,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
+
 import torch
 from torch import Tensor
 
