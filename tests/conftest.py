@@ -23,6 +23,8 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 # With two threads on a busy two-core machine torch calls stall by tens of milliseconds.
 os.environ["OMP_NUM_THREADS"] = "1"
+# GPU kernels run in triton's interpreter; it decides when they are decorated.
+os.environ["TRITON_INTERPRET"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"

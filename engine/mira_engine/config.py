@@ -191,6 +191,7 @@ class EngineConfig:
         draft_dense: What a draft multiplies with outside of the routed experts.
         draft_words: Tokens that a draft chooses among, the first of the vocabulary, which in
             byte-pair vocabularies are the most frequent; 0 for all.
+        gpu: Number of the card to compute on, `None` for the processor.
         trace_path: File that the routing of every reply is recorded in, `None` for none.
     """
 
@@ -215,6 +216,7 @@ class EngineConfig:
     draft_experts: DraftExperts = DraftExperts.AUTO
     draft_dense: DraftDense = DraftDense.AUTO
     draft_words: int = 0
+    gpu: int | None = None
     trace_path: str | None = None
 
     def __post_init__(self) -> None:
@@ -235,6 +237,8 @@ class EngineConfig:
             raise ConfigError.for_field("chunk", self.prefill_chunk_tokens, "Give at least 1.")
         if self.draft_words < 0:
             raise ConfigError.for_field("draft words", self.draft_words, "Give 0 (all) or more.")
+        if self.gpu is not None and self.gpu < 0:
+            raise ConfigError.for_field("gpu", self.gpu, "Give 0 or more.")
         if self.num_threads is not None and self.num_threads < 1:
             raise ConfigError.for_field("threads", self.num_threads, "Give at least 1.")
 

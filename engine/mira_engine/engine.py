@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from .checkpoint.experts import expert_modules_of
 from .checkpoint.store import ExpertStore
 from .config import EngineConfig, SamplingConfig
 from .conversing import ChatStream, ReplyEvent
@@ -37,12 +38,15 @@ from .model.sampling import Sampler
 from .policy.driver import ExpertCacheDriver
 from .policy.speculation import DepthPolicy, FixedDepth, RoundObservation
 from .predictor.bank import PredictorBank
+from .runtime import gpu_device
 from .runtime.batch import BatchDecoder
 from .runtime.beam import BeamResult, beam_search
-from .runtime.device import make_device
+from .runtime.device import ExpertDevice, make_device
 from .runtime.draft import DraftStage, DraftWindow
 from .runtime.executor import ExpertExecutor
 from .runtime.expert_map import RoutingHeat, region_rows
+from .runtime.gpu_device import GpuDevice, form_of, make_gpu_device
+from .runtime.gpu_experts import never_bound
 from .runtime.native_path import NativePath
 from .runtime.passes import ModelPasses
 from .runtime.probe import bound_kernel_cache, default_num_threads
@@ -204,21 +208,17 @@ class Engine:
         self._end_ids = end_token_ids(folder, self.model.config, tokenizer)
         self._chats = ChatStream(tokenizer, self)
         self.context_length = context_length(self.model.config, config.context_length)
-        device = make_device(
-            self.plan,
-            config,
-            self._target,
-            self._draft_source,
-            is_cancelled=self._is_load_cancelled,
-        )
+        device = self._make_gpu_device() if config.gpu is not None else self._make_device()
         self.transfer = device.transfer
         self.cache_setup = load_plan.cache_setup(config, manifest, device.transfer.record_bytes)
         self.executor = ExpertExecutor(
             driver=ExpertCacheDriver(self.cache_setup),
             transfer=device.transfer,
-            bind=device.bind,
+            bind=device.bind if isinstance(device, ExpertDevice) else never_bound,
             draft=device.draft,
         )
+        if isinstance(device, GpuDevice):
+            self.executor.use_fused(device.experts)
         self.executor.is_cancelled = self._cancelled.is_set
         self._load_predictor()
         if config.trace_path is not None:
@@ -241,7 +241,7 @@ class Engine:
         window = DraftWindow(self.executor, is_prefetch_enabled=config.is_prefetch_enabled)
         self.draft_stage = DraftStage(self.passes, window)
         self.native_path: NativePath | None = None
-        if self._cache_dir is not None:
+        if self._cache_dir is not None and isinstance(device, ExpertDevice):
             self.native_path = NativePath(
                 model=self.model,
                 folder=folder,
@@ -259,6 +259,33 @@ class Engine:
                 on_notice=self._notice,
             )
             self.native_path.start(self._is_load_cancelled)
+
+    def _make_device(self) -> ExpertDevice:
+        return make_device(
+            self.plan,
+            self.config,
+            self._target,
+            self._draft_source,
+            is_cancelled=self._is_load_cancelled,
+        )
+
+    def _make_gpu_device(self) -> GpuDevice:
+        """Moves the backbone to the card, and builds slots, draft and link there."""
+        assert self.config.gpu is not None
+        modules = [module for _, module in expert_modules_of(self.model)]
+        form = form_of(modules, self.model.config.model_type, self.config.precision)
+        handle = gpu_device.open_card(self.config.gpu)
+        self.model.to(handle.device)
+        return make_gpu_device(
+            handle,
+            self.plan,
+            self.config,
+            self._target,
+            self._draft_source,
+            form,
+            is_cancelled=self._is_load_cancelled,
+            tell=self._notice,
+        )
 
     def _load_predictor(self) -> None:
         self.executor.predictor = None

@@ -41,6 +41,7 @@ from .policy.speculation import (
 )
 from .predictor.bank import predictors_bytes
 from .profiles import ProfileKey, load_profile
+from .runtime import gpu_device
 from .runtime.probe import PROFILE_FILE, MachineProfile, machine_name
 from .types import CacheMode, CachePolicy, DraftDense, DraftExperts, Lookahead, Precision
 
@@ -172,7 +173,10 @@ def make_load_plan(
     if config.is_predicting and config.is_prefetch_enabled:
         heads_bytes = predictors_bytes(home.predictors_dir)
         facts = replace(facts, workspace_bytes=facts.workspace_bytes + heads_bytes)
-    available = psutil.virtual_memory().available + reusable_bytes
+    free = psutil.virtual_memory().available
+    if config.gpu is not None:
+        free = gpu_device.free_device_bytes(config.gpu)
+    available = free + reusable_bytes
     budget = config.budget
     if budget is None and config.memory_bytes is None:
         budget, note = usual_budget(facts, usable_memory(available))

@@ -27,6 +27,7 @@ from .library import ModelHome, ModelLibrary
 from .load_plan import make_load_plan
 from .policy.budget import SLOW_LINK_BYTES_PER_S
 from .predictor.bank import MANIFEST_FILE, PredictorBank
+from .runtime.cards import accelerator_facts, find_cards, look_at_limits, look_at_torch
 from .runtime.disk import open_for_records
 from .runtime.probe import default_num_threads, machine_name, measure_rates
 from .runtime.telemetry import MemoryProbe
@@ -87,15 +88,7 @@ def _software() -> Iterator[MachineFact]:
 
 def _device(num_threads: int) -> Iterator[MachineFact]:
     yield MachineFact(code="device", text=machine_name())
-    if torch.cuda.is_available():
-        yield MachineFact(
-            code="gpu",
-            text=f"{torch.cuda.get_device_name(0)}, not used: this version computes on the CPU",
-            mark=FactMark.NOTE,
-            hint="Nothing to do: replies are right, and slower than they could be.",
-        )
-    else:
-        yield MachineFact(code="gpu", text="none that torch can use; the CPU computes")
+    yield from accelerator_facts(find_cards(), look_at_torch(), look_at_limits(), is_used=False)
     physical = psutil.cpu_count(logical=False) or os.cpu_count() or 1
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     few = usable is not None and usable < 2
@@ -135,9 +128,6 @@ def _memory() -> Iterator[MachineFact]:
         mark=FactMark.PROBLEM if is_little else FactMark.OK,
         hint="Close other programs, or give a smaller --budget." if is_little else "",
         value=float(memory.available),
-    )
-    yield MachineFact(
-        code="pinned-memory", text="none: only a GPU's link needs it, and none is used"
     )
     if not MemoryProbe().is_exact:
         yield MachineFact(

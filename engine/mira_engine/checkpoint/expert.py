@@ -100,6 +100,10 @@ class ExpertFormat(abc.ABC):
         """Bytes of one record, a multiple of 4096."""
         return self._records[plane].record_bytes
 
+    def section_offsets(self, plane: Plane) -> dict[str, int]:
+        """Where each part of a record begins, in bytes: what addresses are made from."""
+        return self._records[plane].offsets
+
     def payload_bytes(self, plane: Plane) -> int:
         """Bytes of one record without its padding."""
         return self._records[plane].payload_bytes

@@ -148,6 +148,25 @@ class _GroupFormat(ExpertFormat):
     def _pack(self, codes: Tensor) -> Tensor:
         return packing.pack_codes(codes, self._layout)
 
+    def repack(self, plane: Plane, record: Tensor, source: _GroupFormat) -> Tensor:
+        """Brings a record of the same format in another layout into this one's.
+
+        Returns:
+            uint8 `[record_bytes]`; the same values.
+        """
+        old, layout = source._records[plane], source._layout
+        values = {}
+        for name in self._records[plane].offsets:
+            section = old.view(record, name)
+            if name in self._dims:
+                codes = packing.unpack_codes(section, layout, self._dims[name])
+                section = self._pack(codes)
+            elif name.endswith("_scales"):
+                plain = packing.plain_scales(section, layout)
+                section = packing.arrange_scales(plain, self._layout)
+            values[name] = section
+        return self._records[plane].pack(values)
+
     def bind_draft(self, record: Tensor) -> BoundExpert:
         assert self.draft_plane is not None
         layout = self._records[self.draft_plane]

@@ -43,6 +43,11 @@ class RecordLayout:
     def __contains__(self, name: str) -> bool:
         return name in self._sections
 
+    @property
+    def offsets(self) -> dict[str, int]:
+        """Where each section begins, in bytes."""
+        return {name: start for name, (start, *_) in self._sections.items()}
+
     def view(self, record: Tensor, name: str) -> Tensor:
         """Returns the section as a typed view of `record`, no copy."""
         start, end, dtype, shape = self._sections[name]

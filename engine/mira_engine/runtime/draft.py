@@ -41,6 +41,7 @@ class DraftWindow:
         """A window of so many draft passes begins."""
         self._started = time.perf_counter()
         self._planning_s = 0.0
+        self._executor.begin_window()
         actions = self._driver.begin_draft(num_passes, self._is_prefetch_enabled)
         self._boundary = next_boundary(0, actions)
 
@@ -51,6 +52,7 @@ class DraftWindow:
         started = time.perf_counter()
         executor = self._executor
         executor.collect(executor.transfer.poll())
+        executor.gather_lookahead()
         actions = self._driver.reach_boundary(num_passes, self._driver.lookahead.snapshot())
         executor.obey(actions)
         self._planning_s += time.perf_counter() - started

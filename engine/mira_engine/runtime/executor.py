@@ -38,7 +38,8 @@ from ..predictor.bank import PredictorBank
 from ..trace import TraceRecorder
 from ..types import ExpertId, Phase, ServedBy
 from .expert_map import RoutingHeat
-from .fused import FusedExperts, FusedPlan, lookahead_counts
+from .fused import FusedExperts, FusedPlan
+from .gpu_experts import GpuDraft, GpuExperts, GpuPlan, GpuSlotDraft
 from .slots import DraftArena, SlotDraft
 from .telemetry import ReplyMeter, TrafficCounters
 from .transfer import Completion, Transfer
@@ -67,7 +68,7 @@ class ExpertExecutor:
         driver: ExpertCacheDriver,
         transfer: Transfer,
         bind: Callable[[ExpertId, int], BoundExpert],
-        draft: DraftArena | SlotDraft | None,
+        draft: DraftArena | SlotDraft | GpuDraft | GpuSlotDraft | None,
     ) -> None:
         self.driver = driver
         self.transfer = transfer
@@ -77,7 +78,7 @@ class ExpertExecutor:
         self.is_cancelled: Callable[[], bool] = _never
         self.recorder: TraceRecorder | None = None
         self._bind = bind
-        self._fused: FusedExperts | None = None
+        self._fused: FusedExperts | GpuExperts | None = None
         self._counts: list[torch.Tensor] = []
         self._is_draft_in_slots = False
         self.predictor: PredictorBank | None = None
@@ -120,27 +121,37 @@ class ExpertExecutor:
             fused = None
         if self.phase is Phase.DRAFT:
             return self._run_draft(fused, module, layer, hidden, top_k_index, top_k_weights)
-        plan: FusedPlan | _LayerPlan
+        plan: FusedPlan | GpuPlan | _LayerPlan
         if fused is not None:
-            plan = FusedPlan(fused, hidden, top_k_index)
+            plan = fused.plan(hidden, top_k_index)
         else:
             plan = _LayerPlan(module, hidden, top_k_index, self._bind)
         self._run_target(layer, plan, hidden, top_k_index)
         return plan.combine(top_k_weights).to(hidden.dtype)
 
-    def use_fused(self, fused: FusedExperts) -> None:
+    def use_fused(self, fused: FusedExperts | GpuExperts) -> None:
         """Computes by native calls from now on. Between replies only: roundings differ."""
         self._fused = fused
-        if isinstance(self.draft, SlotDraft):
+        if self.draft is not None and self.draft.is_in_slots:
             self._is_draft_in_slots = True
             for expert, slot in self.driver.residency.residents():
                 if self.driver.residency.is_ready(expert):
                     fused.place(expert, slot)
-        self._counts = lookahead_counts(self.driver.lookahead)
+        self._counts = fused.lookahead_counts(self.driver.lookahead)
+
+    def begin_window(self) -> None:
+        """A draft window begins."""
+        if self._fused is not None:
+            self._fused.clear_counts()
+
+    def gather_lookahead(self) -> None:
+        """Brings what the draft's launches counted to the driver's lookahead buffer."""
+        if self._fused is not None:
+            self._fused.gather_counts(self.driver.lookahead)
 
     def _run_draft(
         self,
-        fused: FusedExperts | None,
+        fused: FusedExperts | GpuExperts | None,
         module: torch.nn.Module,
         layer: int,
         hidden: torch.Tensor,
@@ -170,7 +181,7 @@ class ExpertExecutor:
     def _run_target(
         self,
         layer: int,
-        plan: FusedPlan | _LayerPlan,
+        plan: FusedPlan | GpuPlan | _LayerPlan,
         hidden: torch.Tensor,
         top_k_index: torch.Tensor,
     ) -> None:
@@ -209,6 +220,7 @@ class ExpertExecutor:
         question = question_for(self.phase, has_far_heads=bool(predictor.far_heads))
         if question.is_last_token_only:
             hidden, top_k_index = hidden[-1:], top_k_index[-1:]
+        hidden, top_k_index = hidden.cpu(), top_k_index.cpu()  # Where the heads are.
         if question.is_far:
             if layer in predictor.far_heads:
                 expected = predictor.predict_far(layer, hidden, MIN_FAR_PROBABILITY)

@@ -125,6 +125,20 @@ class FusedExperts:
         """Whether these tokens' experts are computed here."""
         return hidden.shape[0] <= MAX_FUSED_TOKENS and hidden.dtype is torch.bfloat16
 
+    def plan(self, hidden: Tensor, index: Tensor) -> FusedPlan:
+        """Begins one layer's pass."""
+        return FusedPlan(self, hidden, index)
+
+    def lookahead_counts(self, lookahead: ExpertLookaheadBuffer) -> list[Tensor]:
+        """Returns what a draft's calls add to, by layer."""
+        return lookahead_counts(lookahead)
+
+    def gather_counts(self, lookahead: ExpertLookaheadBuffer) -> None:
+        """Nothing to gather: a draft's calls add to the counters themselves."""
+
+    def clear_counts(self) -> None:
+        """Whoever owns the counters clears them."""
+
     def addresses(self, expert: ExpertId, slot: int) -> tuple[int, ...]:
         """Returns where an expert's matrices are while it is in the slot."""
         in_slot = self._of_slot[slot]

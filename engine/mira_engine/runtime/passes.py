@@ -78,12 +78,16 @@ class ModelPasses:
             logits = self._run_step(step, tokens)[-num_logits:]
         else:
             meter.num_eager_passes += 1
-            logits = self._model(
-                input_ids=torch.tensor([list(tokens)]),
-                cache=self.state.cache,
-                use_cache=True,
-                logits_to_keep=num_logits,
-            ).logits[0]
+            logits = (
+                self._model(
+                    input_ids=torch.tensor([list(tokens)], device=self._model.device),
+                    cache=self.state.cache,
+                    use_cache=True,
+                    logits_to_keep=num_logits,
+                )
+                .logits[0]
+                .cpu()
+            )
         self.state.commit(tokens)
         missing = self._num_words - logits.shape[-1]
         if missing > 0:  # A draft that chooses among the first words only.

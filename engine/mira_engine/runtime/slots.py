@@ -54,6 +54,8 @@ class DraftArena:
         CancelledError: `is_cancelled` said so.
     """
 
+    is_in_slots = False
+
     def __init__(
         self, store: ExpertStore, plane: Plane, *, is_cancelled: Callable[[], bool]
     ) -> None:
@@ -98,6 +100,7 @@ class SlotDraft:
         slots: The arena.
     """
 
+    is_in_slots = True
     num_bytes = 0
 
     def __init__(self, fmt: ExpertFormat, slots: SlotArena) -> None:

@@ -1,0 +1,371 @@
+"""Which accelerators are here, what they can do, and what stands between them and torch.
+
+`find_cards` asks NVIDIA's management library, which needs the driver but no CUDA build of
+torch, so that a card is found beside a torch that cannot use it. What torch was built for
+and what the system limits are values, looked up by `look_at_torch` and `look_at_limits`;
+`accelerator_facts` draws the conclusions and is pure. Nothing is loaded or changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ..config import format_bytes
+from ..events import MachineFact
+from ..types import FactMark
+
+MIN_CAPABILITY = (7, 0)
+"""Below, neither torch nor triton builds kernels any more (torch 2.13, triton 3.9)."""
+
+BFLOAT16_CAPABILITY = (8, 0)
+
+_DRIVER_OF_CUDA = {11: "450.80", 12: "525.60", 13: "580.65"}
+"""Oldest Linux driver by major version of CUDA. Source: CUDA's release notes."""
+
+_USED_BY_OTHERS_BYTES = 512 << 20
+_LITTLE_LOCKED_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """One NVIDIA card.
+
+    Attributes:
+        index: As `--gpu` counts.
+        name: For people.
+        total_bytes: Its memory.
+        free_bytes: Of that, what nobody uses now.
+        capability: Compute capability.
+        link_generation: PCIe generation that card and slot can reach, 0 where unknown.
+        link_width: Lanes in use now.
+        max_link_width: Lanes that the card has.
+    """
+
+    index: int
+    name: str
+    total_bytes: int
+    free_bytes: int
+    capability: tuple[int, int]
+    link_generation: int = 0
+    link_width: int = 0
+    max_link_width: int = 0
+
+    @property
+    def used_bytes(self) -> int:
+        """Memory that other processes hold."""
+        return self.total_bytes - self.free_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CardSearch:
+    """What the management library said.
+
+    Attributes:
+        cards: Those that were found.
+        driver: Its version, empty without one.
+        cuda: Newest CUDA that the driver runs, as `(major, minor)`.
+        problem: Why nothing was found although a driver is there, or empty.
+    """
+
+    cards: tuple[Card, ...] = ()
+    driver: str = ""
+    cuda: tuple[int, int] = (0, 0)
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchBuild:
+    """What this torch was built for.
+
+    Attributes:
+        cuda: CUDA's version, empty for a build without it.
+        hip: ROCm's version, likewise.
+        has_cuda_device: Whether it can use a card now.
+        has_mps: Whether it can use Apple's GPU now.
+    """
+
+    cuda: str = ""
+    hip: str = ""
+    has_cuda_device: bool = False
+    has_mps: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SystemLimits:
+    """What the system lets a process have.
+
+    Attributes:
+        locked_bytes: Memory it may pin, `None` without a limit.
+        container_bytes: Memory of its container, `None` without one.
+        has_amd_driver: Whether the kernel drives an AMD GPU.
+    """
+
+    locked_bytes: int | None = None
+    container_bytes: int | None = None
+    has_amd_driver: bool = False
+
+
+def find_cards(nvml: ModuleType | Any | None = None) -> CardSearch:
+    """Asks NVIDIA's management library for every card.
+
+    Args:
+        nvml: `pynvml` or what stands for it; `None` imports it.
+    """
+    if nvml is None:
+        try:
+            import pynvml as nvml
+        except ImportError:
+            return CardSearch()
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        # No driver is the ordinary case of a machine without a card.
+        return CardSearch(problem="" if "not found" in str(error).lower() else str(error))
+    try:
+        version = nvml.nvmlSystemGetCudaDriverVersion_v2()
+        return CardSearch(
+            cards=tuple(
+                _card(nvml, index, nvml.nvmlDeviceGetHandleByIndex(index))
+                for index in range(nvml.nvmlDeviceGetCount())
+            ),
+            driver=_text(nvml.nvmlSystemGetDriverVersion()),
+            cuda=(version // 1000, version % 1000 // 10),
+        )
+    except nvml.NVMLError as error:
+        return CardSearch(problem=str(error))
+    finally:
+        with contextlib.suppress(nvml.NVMLError):
+            nvml.nvmlShutdown()
+
+
+def _card(nvml: Any, index: int, handle: Any) -> Card:
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    link = {"link_generation": 0, "link_width": 0, "max_link_width": 0}
+    # Virtual machines and some laptops do not say.
+    with contextlib.suppress(nvml.NVMLError):
+        link["link_generation"] = nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle)
+        link["link_width"] = nvml.nvmlDeviceGetCurrPcieLinkWidth(handle)
+        link["max_link_width"] = nvml.nvmlDeviceGetMaxPcieLinkWidth(handle)
+    return Card(
+        index=index,
+        name=_text(nvml.nvmlDeviceGetName(handle)),
+        total_bytes=memory.total,
+        free_bytes=memory.free,
+        capability=tuple(nvml.nvmlDeviceGetCudaComputeCapability(handle)),
+        **link,
+    )
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def look_at_torch() -> TorchBuild:
+    """Asks torch what it was built for and what it sees."""
+    import torch
+
+    mps = getattr(torch.backends, "mps", None)
+    return TorchBuild(
+        cuda=torch.version.cuda or "",
+        hip=getattr(torch.version, "hip", None) or "",
+        has_cuda_device=torch.cuda.is_available(),
+        has_mps=bool(mps and mps.is_available()),
+    )
+
+
+def look_at_limits(root: Path = Path("/")) -> SystemLimits:
+    """Reads limits of this process and of its container.
+
+    Args:
+        root: Where `sys` is.
+    """
+    locked: int | None = None
+    with contextlib.suppress(ImportError):
+        import resource
+
+        soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        locked = None if soft == resource.RLIM_INFINITY else soft
+    container: int | None = None
+    for place in ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):
+            limit = int((root / place).read_text(encoding="ascii"))
+            # The older interface says "none" by a number that no machine has.
+            container = limit if limit < 1 << 60 else None
+            break
+    return SystemLimits(
+        locked_bytes=locked,
+        container_bytes=container,
+        has_amd_driver=(root / "sys/module/amdgpu").exists() or (root / "dev/kfd").exists(),
+    )
+
+
+def accelerator_facts(
+    search: CardSearch, build: TorchBuild, limits: SystemLimits, *, is_used: bool
+) -> Iterator[MachineFact]:
+    """Says of every accelerator whether it can be used, and what to do where it cannot.
+
+    Args:
+        search: The NVIDIA cards.
+        build: What torch can.
+        limits: What the system allows.
+        is_used: Whether this version computes on GPUs.
+    """
+    if search.problem:
+        yield MachineFact(
+            code="gpu",
+            text=f"NVIDIA's driver does not answer: {search.problem}",
+            mark=FactMark.PROBLEM,
+            hint="Install the driver again, or restart the machine after an update of it.",
+        )
+    for card in search.cards:
+        yield from _card_facts(card, search, build, is_used=is_used)
+    if not search.cards and not search.problem:
+        yield _other_accelerator(build, limits)
+    yield _pinned(limits, is_needed=bool(search.cards) and is_used)
+    if limits.container_bytes is not None:
+        yield MachineFact(
+            code="container-memory",
+            text=f"this container may hold {format_bytes(limits.container_bytes)}",
+            mark=FactMark.NOTE,
+            hint="Experts in host memory count towards it.",
+            value=float(limits.container_bytes),
+        )
+
+
+def _card_facts(
+    card: Card, search: CardSearch, build: TorchBuild, *, is_used: bool
+) -> Iterator[MachineFact]:
+    code = f"gpu-{card.index}"
+    about = (
+        f"{card.name}, {format_bytes(card.free_bytes)} free of {format_bytes(card.total_bytes)}, "
+        f"compute capability {card.capability[0]}.{card.capability[1]}"
+    )
+    problem = _card_problem(card, search, build)
+    if problem is not None:
+        text, hint = problem
+        yield MachineFact(code=code, text=f"{about}: {text}", mark=FactMark.PROBLEM, hint=hint)
+        return
+    if is_used:
+        yield MachineFact(code=code, text=about, value=float(card.free_bytes))
+    else:
+        yield MachineFact(
+            code=code,
+            text=f"{about}; not used: this version computes on the CPU",
+            mark=FactMark.NOTE,
+            hint="Nothing to do: replies are right, and slower than they could be.",
+            value=float(card.free_bytes),
+        )
+    if card.capability < BFLOAT16_CAPABILITY:
+        yield MachineFact(
+            code=f"{code}-bfloat16",
+            text="no bfloat16 before compute capability 8.0",
+            mark=FactMark.NOTE,
+            hint="Give --dtype float32.",
+        )
+    if card.used_bytes > _USED_BY_OTHERS_BYTES:
+        yield MachineFact(
+            code=f"{code}-others",
+            text=f"other programs hold {format_bytes(card.used_bytes)} of it",
+            mark=FactMark.NOTE,
+            hint="Close them for more experts on the card; nvidia-smi names them.",
+            value=float(card.used_bytes),
+        )
+    if 0 < card.link_width < card.max_link_width:
+        yield MachineFact(
+            code=f"{code}-link",
+            text=f"PCIe {card.link_generation}.0 with {card.link_width} of "
+            f"{card.max_link_width} lanes",
+            mark=FactMark.NOTE,
+            hint="The slot or a riser gives fewer lanes: another slot loads experts faster.",
+        )
+
+
+def _card_problem(card: Card, search: CardSearch, build: TorchBuild) -> tuple[str, str] | None:
+    """Why torch cannot use a card, and what to do."""
+    if card.capability < MIN_CAPABILITY:
+        return "too old for torch and triton", "A card of 2017 or later is needed."
+    if not build.cuda:
+        return (
+            "this torch was built without CUDA",
+            "Install torch's CUDA build into this environment, then start again.",
+        )
+    needed = int(build.cuda.partition(".")[0])
+    if search.cuda[0] < needed:
+        oldest = _DRIVER_OF_CUDA.get(needed, "a newer one")
+        return (
+            f"driver {search.driver} is too old for torch's CUDA {build.cuda}",
+            f"Install NVIDIA driver {oldest} or newer, or a torch built for CUDA {search.cuda[0]}.",
+        )
+    if not build.has_cuda_device:
+        return (
+            "torch does not see it",
+            "Look at CUDA_VISIBLE_DEVICES, and at who may open /dev/nvidia*.",
+        )
+    return None
+
+
+def _other_accelerator(build: TorchBuild, limits: SystemLimits) -> MachineFact:
+    if build.hip:
+        return MachineFact(
+            code="gpu",
+            text=f"AMD, torch built for ROCm {build.hip}; not used: the CPU computes",
+            mark=FactMark.NOTE,
+            hint="Experts' kernels are written for NVIDIA so far.",
+        )
+    if limits.has_amd_driver:
+        return MachineFact(
+            code="gpu",
+            text="AMD, which this torch cannot use; the CPU computes",
+            mark=FactMark.NOTE,
+            hint="Experts' kernels are written for NVIDIA so far.",
+        )
+    if build.has_mps or sys.platform == "darwin":
+        return MachineFact(
+            code="gpu",
+            text="Apple's, not used: the CPU computes, with the same memory",
+            mark=FactMark.NOTE,
+            hint="Models larger than the memory run from the disk.",
+        )
+    return MachineFact(code="gpu", text="none that torch can use; the CPU computes")
+
+
+def _pinned(limits: SystemLimits, *, is_needed: bool) -> MachineFact:
+    if not is_needed:
+        return MachineFact(
+            code="pinned-memory", text="none: only a GPU's link needs it, and none is used"
+        )
+    if limits.locked_bytes is None:
+        return MachineFact(code="pinned-memory", text="the system sets no limit")
+    is_little = limits.locked_bytes < _LITTLE_LOCKED_BYTES
+    return MachineFact(
+        code="pinned-memory",
+        text=f"a process may lock {format_bytes(limits.locked_bytes)} (memlock)",
+        mark=FactMark.NOTE if is_little else FactMark.OK,
+        hint="CUDA pins past this limit on most systems; where it does not, raise it: "
+        "ulimit -l unlimited."
+        if is_little
+        else "",
+        value=float(limits.locked_bytes),
+    )
+
+
+def choose_card(cards: Sequence[Card], index: int | None) -> Card | None:
+    """Picks the card to compute on.
+
+    Args:
+        cards: All of them.
+        index: The one that was asked for, `None` for the one with most free memory.
+
+    Returns:
+        `None` where there is none, or none of that number.
+    """
+    if index is not None:
+        return next((card for card in cards if card.index == index), None)
+    usable = [card for card in cards if card.capability >= MIN_CAPABILITY]
+    return max(usable, key=lambda card: (card.free_bytes, -card.index), default=None)

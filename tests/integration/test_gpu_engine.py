@@ -1,0 +1,192 @@
+"""The engine on a card gives what it gives on a processor: the whole path, without a card.
+
+Kernels run in triton's interpreter, copies on queues that check their order; memory is the
+host's. What only a card can show (speed, overlap, its own arithmetic) is for `tests/gpu`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from fake_queues import FakeQueues
+from mira_engine.config import EngineConfig, MemoryAmount, SamplingConfig
+from mira_engine.engine import Engine
+from mira_engine.errors import ConfigError
+from mira_engine.events import Notice
+from mira_engine.library import ModelHome, ModelLibrary
+from mira_engine.prepare import prepare
+from mira_engine.runtime import gpu_device
+from mira_engine.runtime.cuda_transfer import CudaTransfer
+from mira_engine.runtime.gpu_device import GpuHandle
+from mira_engine.runtime.host_memory import pageable
+from mira_engine.types import ComputeDtype, DraftExperts, Precision
+
+pytest.importorskip("triton", reason="triton has no wheel for this system")
+
+NEW_TOKENS = 10
+BASE = EngineConfig(
+    precision=Precision.BF16,
+    dtype=ComputeDtype.FLOAT32,
+    budget=MemoryAmount(share=8.0),
+    num_draft_tokens=0,
+    context_length=64,
+    num_threads=1,
+)
+PROMPT = [7, 99, 23, 180, 41, 5, 66]
+
+
+@pytest.fixture(scope="module")
+def prepared(
+    tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Callable[..., Path]
+) -> Callable[[str, Precision], ModelHome]:
+    """Prepares a family's tiny checkpoint in a precision, once."""
+    library = ModelLibrary(tmp_path_factory.mktemp("gpu"))
+
+    def make(family: str, precision: Precision) -> ModelHome:
+        home = library.resolve(str(tiny_checkpoint(family)))
+        if not home.is_ready(precision):
+            prepare(home, precision, on_progress=lambda *_: None, is_cancelled=lambda: False)
+        return home
+
+    return make
+
+
+@pytest.fixture
+def queues(monkeypatch: pytest.MonkeyPatch) -> FakeQueues:
+    """A card with 8 GiB that is host memory; launches are checked against copies."""
+    made = FakeQueues()
+    handle = GpuHandle(device=torch.device("cpu"), queues=made, allocate=pageable)
+    monkeypatch.setattr(gpu_device, "open_card", lambda index: handle)
+    monkeypatch.setattr(gpu_device, "free_device_bytes", lambda index: 8 << 30)
+    acquire = CudaTransfer.acquire
+
+    def acquire_and_read(self: CudaTransfer, slots) -> None:
+        acquire(self, slots)
+        for slot in slots:
+            for part in self._slots[slot].values():
+                made.read(part)
+
+    monkeypatch.setattr(CudaTransfer, "acquire", acquire_and_read)
+    return made
+
+
+@pytest.fixture
+def load() -> Iterator[Callable[..., Engine]]:
+    """Loads engines and closes them."""
+    engines: list[Engine] = []
+
+    def make(home: ModelHome, notices: list[Notice] | None = None, **changes: object) -> Engine:
+        told = [] if notices is None else notices
+        engine = Engine.load(home, replace(BASE, **changes), on_notice=told.append)
+        engine._end_ids = frozenset()
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def _text(engine: Engine, prompt: list[int] = PROMPT) -> list[int]:
+    steps = engine.reply(prompt, SamplingConfig(max_new_tokens=NEW_TOKENS))
+    return [step for step in steps if isinstance(step, int)]
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "gpt_oss", "nemotron_h"])
+def test_text_on_a_card_is_the_processors(family: str, prepared, load, queues: FakeQueues) -> None:
+    home = prepared(family, Precision.BF16)
+    expected = _text(load(home))
+
+    engine = load(home, gpu=0)
+
+    assert _text(engine) == expected
+    assert queues.copies
+
+
+@pytest.mark.parametrize("precision", [Precision.INT8, Precision.NESTED, Precision.INT4])
+def test_text_of_quantised_experts_on_a_card_is_the_processors(
+    precision: Precision, prepared, load, queues: FakeQueues
+) -> None:
+    home = prepared("qwen2_moe", precision)
+    expected = _text(load(home, precision=precision))
+
+    assert _text(load(home, precision=precision, gpu=0)) == expected
+
+
+def test_text_does_not_depend_on_the_budget(prepared, load, queues: FakeQueues) -> None:
+    home = prepared("qwen2_moe", Precision.NESTED)
+    whole = load(home, precision=Precision.NESTED, gpu=0)
+    small = load(home, precision=Precision.NESTED, gpu=0, budget=MemoryAmount(share=0.6))
+    assert small.plan.num_slots < whole.plan.num_slots
+
+    expected, found = _text(whole), _text(small)
+
+    assert found == expected
+    meter = small.executor.meter
+    assert meter.decode.num_misses > 0
+
+
+@pytest.mark.parametrize("experts", [DraftExperts.ALL, DraftExperts.CACHED])
+def test_draft_on_a_card_changes_no_text_and_is_accepted_in_part(
+    experts: DraftExperts, prepared, load, queues: FakeQueues
+) -> None:
+    home = prepared("qwen2_moe", Precision.NESTED)
+    plain = load(home, precision=Precision.NESTED, gpu=0)
+    drafting = load(
+        home, precision=Precision.NESTED, gpu=0, num_draft_tokens=3, draft_experts=experts
+    )
+
+    assert _text(drafting) == _text(plain)
+    assert drafting.executor.meter.num_drafted > 0
+    assert drafting.executor.meter.num_accepted > 0
+
+
+def test_draft_on_a_card_names_what_verification_needs(prepared, load, queues: FakeQueues) -> None:
+    home = prepared("qwen2_moe", Precision.NESTED)
+    engine = load(
+        home,
+        precision=Precision.NESTED,
+        gpu=0,
+        budget=MemoryAmount(share=1.0),
+        num_draft_tokens=3,
+        draft_experts=DraftExperts.ALL,
+    )
+
+    _text(engine)
+
+    assert engine.executor.meter.decode.num_prefetched > 0
+
+
+def test_experts_beyond_host_memory_come_from_the_disk_and_are_told(
+    prepared, load, queues: FakeQueues, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = prepared("mixtral", Precision.BF16)
+    expected = _text(load(home))
+    monkeypatch.setattr(gpu_device, "HOST_SHARE", 0.0)
+    notices: list[Notice] = []
+
+    engine = load(home, notices, gpu=0, budget=MemoryAmount(share=1.0))
+
+    assert _text(engine) == expected
+    assert "host-memory" in {notice.code for notice in notices}
+
+
+def test_precision_without_a_kernel_is_refused(prepared, load, queues: FakeQueues) -> None:
+    home = prepared("mixtral", Precision.FLOAT32)
+
+    with pytest.raises(ConfigError, match="float32"):
+        load(home, precision=Precision.FLOAT32, gpu=0)
+
+
+def test_card_that_is_not_there_is_refused(prepared, load, monkeypatch) -> None:
+    monkeypatch.setattr(gpu_device, "free_device_bytes", lambda index: 8 << 30)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    with pytest.raises(ConfigError) as caught:
+        load(prepared("mixtral", Precision.BF16), gpu=0)
+
+    assert "doctor" in caught.value.hint

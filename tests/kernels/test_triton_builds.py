@@ -1,0 +1,39 @@
+"""Every GPU kernel compiles for every architecture, without a GPU, and spills nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="triton has no wheel for this system")
+
+MAX_REGISTERS = 255
+"""What a thread can have; two blocks of 128 threads then share a multiprocessor."""
+
+ARCHITECTURES = {"80", "86", "89", "90", "120"}
+
+
+def test_kernels_compile_for_every_architecture_within_their_registers(tmp_path: Path) -> None:
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("ahead_of_time.py"))],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    table = json.loads(done.stdout.splitlines()[-1])
+
+    everywhere = {name for name, built in table.items() if set(built) == ARCHITECTURES}
+    assert everywhere >= {"up/int8", "down/nested", "draft-up/int4", "draft-down/int4"}
+    for name, by_architecture in table.items():
+        for architecture, used in by_architecture.items():
+            assert used["spills"] == 0, (name, architecture, used)
+            assert used["registers"] <= MAX_REGISTERS, (name, architecture, used)

@@ -1,0 +1,217 @@
+"""Every card is found, and every reason why torch cannot use it is named with its remedy."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from mira_engine.events import MachineFact
+from mira_engine.runtime.cards import (
+    Card,
+    CardSearch,
+    SystemLimits,
+    TorchBuild,
+    accelerator_facts,
+    choose_card,
+    find_cards,
+    look_at_limits,
+)
+from mira_engine.types import FactMark
+
+GIB = 1 << 30
+CARD = Card(
+    index=0,
+    name="RTX 4090",
+    total_bytes=24 * GIB,
+    free_bytes=24 * GIB - 100,
+    capability=(8, 9),
+    link_generation=4,
+    link_width=16,
+    max_link_width=16,
+)
+SEARCH = CardSearch(cards=(CARD,), driver="580.95", cuda=(13, 0))
+BUILD = TorchBuild(cuda="13.0", has_cuda_device=True)
+
+
+def _facts(
+    search: CardSearch = SEARCH,
+    build: TorchBuild = BUILD,
+    limits: SystemLimits = SystemLimits(),  # noqa: B008 - frozen
+    *,
+    is_used: bool = True,
+) -> dict[str, MachineFact]:
+    return {fact.code: fact for fact in accelerator_facts(search, build, limits, is_used=is_used)}
+
+
+def _with(**changes: object) -> CardSearch:
+    return dataclasses.replace(SEARCH, cards=(dataclasses.replace(CARD, **changes),))
+
+
+class FakeNvml:
+    """NVIDIA's management library with two cards, one of which does not tell its link."""
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, init_error: str = "") -> None:
+        self.init_error = init_error
+        self.is_shut = False
+
+    def nvmlInit(self) -> None:
+        if self.init_error:
+            raise self.NVMLError(self.init_error)
+
+    def nvmlShutdown(self) -> None:
+        self.is_shut = True
+
+    def nvmlSystemGetCudaDriverVersion_v2(self) -> int:
+        return 12080
+
+    def nvmlSystemGetDriverVersion(self) -> bytes:
+        return b"570.10"
+
+    def nvmlDeviceGetCount(self) -> int:
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
+
+    def nvmlDeviceGetName(self, handle: int) -> str:
+        return f"card {handle}"
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:
+        return SimpleNamespace(total=8 * GIB, free=(handle + 1) * GIB, used=0)
+
+    def nvmlDeviceGetCudaComputeCapability(self, handle: int) -> tuple[int, int]:
+        return 8, 6
+
+    def nvmlDeviceGetMaxPcieLinkGeneration(self, handle: int) -> int:
+        if handle:
+            raise self.NVMLError("Not Supported")
+        return 4
+
+    def nvmlDeviceGetCurrPcieLinkWidth(self, handle: int) -> int:
+        return 8
+
+    def nvmlDeviceGetMaxPcieLinkWidth(self, handle: int) -> int:
+        return 16
+
+
+def test_cards_are_found_with_what_they_tell() -> None:
+    nvml = FakeNvml()
+
+    search = find_cards(nvml)
+
+    assert [card.name for card in search.cards] == ["card 0", "card 1"]
+    assert search.cuda == (12, 8)
+    assert search.driver == "570.10"
+    assert search.cards[0].link_width == 8
+    assert search.cards[1].link_generation == 0
+    assert search.cards[1].used_bytes == 6 * GIB
+    assert nvml.is_shut
+
+
+def test_search_without_a_driver_is_no_problem_and_with_a_broken_one_is() -> None:
+    assert find_cards(FakeNvml("NVML Shared Library Not Found")) == CardSearch()
+    broken = find_cards(FakeNvml("Driver/library version mismatch"))
+    assert _facts(broken)["gpu"].mark is FactMark.PROBLEM
+    assert "mismatch" in _facts(broken)["gpu"].text
+
+
+def test_usable_card_is_described() -> None:
+    fact = _facts()["gpu-0"]
+
+    assert fact.mark is FactMark.OK
+    assert "RTX 4090" in fact.text
+    assert "24.0 GiB" in fact.text or "24 GiB" in fact.text
+
+
+def test_card_that_this_version_does_not_use_says_so() -> None:
+    assert "not used" in _facts(is_used=False)["gpu-0"].text
+
+
+@pytest.mark.parametrize(
+    ("search", "build", "text", "hint"),
+    [
+        (SEARCH, TorchBuild(), "without CUDA", "CUDA build"),
+        (dataclasses.replace(SEARCH, cuda=(12, 8), driver="570.10"), BUILD, "570.10", "580.65"),
+        (SEARCH, TorchBuild(cuda="13.0"), "does not see", "CUDA_VISIBLE_DEVICES"),
+        (_with(capability=(6, 1)), BUILD, "too old", "2017"),
+    ],
+    ids=["cpu-torch", "old-driver", "hidden", "old-card"],
+)
+def test_card_that_torch_cannot_use_is_named_with_the_remedy(
+    search: CardSearch, build: TorchBuild, text: str, hint: str
+) -> None:
+    fact = _facts(search, build)["gpu-0"]
+
+    assert fact.mark is FactMark.PROBLEM
+    assert text in fact.text
+    assert hint in fact.hint
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "text"),
+    [
+        ({"capability": (7, 5)}, "gpu-0-bfloat16", "bfloat16"),
+        ({"free_bytes": 20 * GIB}, "gpu-0-others", "other programs"),
+        ({"link_width": 4}, "gpu-0-link", "4 of 16 lanes"),
+    ],
+)
+def test_card_with_a_drawback_is_used_and_the_drawback_told(
+    changes: dict[str, object], code: str, text: str
+) -> None:
+    facts = _facts(_with(**changes))
+
+    assert facts["gpu-0"].mark is FactMark.OK
+    assert text in facts[code].text
+    assert facts[code].hint
+
+
+@pytest.mark.parametrize(
+    ("build", "limits", "text"),
+    [
+        (TorchBuild(hip="7.0"), SystemLimits(), "ROCm"),
+        (TorchBuild(), SystemLimits(has_amd_driver=True), "AMD"),
+        (TorchBuild(has_mps=True), SystemLimits(), "Apple"),
+        (TorchBuild(), SystemLimits(), "none"),
+    ],
+)
+def test_machine_without_an_nvidia_card_hears_what_works(
+    monkeypatch: pytest.MonkeyPatch, build: TorchBuild, limits: SystemLimits, text: str
+) -> None:
+    monkeypatch.setattr("sys.platform", "linux")
+
+    assert text in _facts(CardSearch(), build, limits)["gpu"].text
+
+
+def test_little_lockable_memory_and_a_container_are_told() -> None:
+    facts = _facts(limits=SystemLimits(locked_bytes=64 << 10, container_bytes=8 * GIB))
+
+    assert facts["pinned-memory"].mark is FactMark.NOTE
+    assert facts["container-memory"].value == 8 * GIB
+
+
+def test_limits_are_read_from_both_kinds_of_containers(tmp_path: Path) -> None:
+    assert look_at_limits(tmp_path).container_bytes is None
+    old = tmp_path / "sys/fs/cgroup/memory/memory.limit_in_bytes"
+    old.parent.mkdir(parents=True)
+    old.write_text("9223372036854771712\n", encoding="ascii")
+    assert look_at_limits(tmp_path).container_bytes is None
+    (tmp_path / "sys/fs/cgroup/memory.max").write_text("max\n", encoding="ascii")
+    old.write_text("4096\n", encoding="ascii")
+    assert look_at_limits(tmp_path).container_bytes == 4096
+    (tmp_path / "sys/fs/cgroup/memory.max").write_text("8192\n", encoding="ascii")
+    assert look_at_limits(tmp_path).container_bytes == 8192
+
+
+def test_card_is_chosen_by_number_or_by_free_memory() -> None:
+    old = dataclasses.replace(CARD, index=1, capability=(6, 1), free_bytes=48 * GIB)
+    busy = dataclasses.replace(CARD, index=2, free_bytes=GIB)
+
+    assert choose_card([busy, old, CARD], None) == CARD
+    assert choose_card([busy, old, CARD], 2) == busy
+    assert choose_card([CARD], 5) is None
+    assert choose_card([], None) is None
