@@ -221,7 +221,8 @@ def _blockwise(
             f"{stored[key].path} holds the FP8 tensor {key} of shape {shape}, which is no matrix.",
             hint=_DAMAGED,
         )
-    if math.prod(found) == 1:
+    # A grid of one block has one scale as well, but `[1, 1]` may also be a grid that is cut off.
+    if found in ((), (1,)) or (block is None and math.prod(found) == 1):
         rows = (_ROWS_OF_ONE_SCALE, shape[-1])
         return _Blockwise(values=key, scales=scales, shape=shape, block=rows, has_one_scale=True)
     block = block or (shape[-2], shape[-1])

@@ -15,6 +15,8 @@ from pathlib import Path
 from ..errors import CheckpointError, UnsupportedModelError
 
 _FIELD = "quantization_config"
+_USUAL_BLOCK = (128, 128)
+"""Of FP8 checkpoints that do not say; `null` says that a matrix has one scale."""
 _REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _BASE_MODEL = re.compile(r"^base_model:\s*(?:\n\s*-\s*)?[\"']?([\w.-]+/[\w.-]+)", re.MULTILINE)
 _FORM_IN_NAME = re.compile(
@@ -67,7 +69,7 @@ class Quantisation:
         Raises:
             CheckpointError: It is no pair of positive numbers.
         """
-        found = self.fields.get("weight_block_size")
+        found = self.fields.get("weight_block_size", _USUAL_BLOCK)
         if found is None:
             return None
         is_pair = isinstance(found, (list, tuple)) and len(found) == 2
@@ -88,6 +90,8 @@ def quantisation_of(fields: Mapping[str, object]) -> Quantisation | None:
     if not isinstance(found, dict):
         return Quantisation(method="unknown", form=StoredForm.OTHER, fields={})
     method = str(found.get("quant_method", "unknown"))
+    if method == "fp8" and found.get("expert_dtype") == "fp4":
+        return Quantisation(method="fp8 and packed FP4", form=StoredForm.OTHER, fields=found)
     return Quantisation(method=method, form=_FORMS.get(method, StoredForm.OTHER), fields=found)
 
 
