@@ -186,12 +186,12 @@ def test_group_that_no_int4_group_fits_is_refused(tmp_path):
     assert_refused(folder, "groups of 48")
 
 
-def test_family_with_biased_experts_is_refused(tmp_path):
+def test_family_with_biased_or_transposed_experts_is_refused(tmp_path):
     config = tiny_models.tiny_config("gpt_oss")
     config.architectures = ["GptOssForCausalLM"]
     config.save_pretrained(tmp_path)
     stored_forms.set_quantisation(tmp_path, stored_forms.GPTQ_FIELDS)
-    assert_refused(tmp_path, "gpt_oss have biases")
+    assert_refused(tmp_path, "gpt_oss are biased or transposed")
 
 
 @pytest.mark.parametrize("group_size", [0, -2, "128"])

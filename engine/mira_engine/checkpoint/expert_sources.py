@@ -56,20 +56,21 @@ class ExpertSources:
 
     Args:
         model: The model on the meta device.
-        params: Names of all parameters of routed experts, with the number of experts.
+        params: Names of all parameters of routed experts, with their shapes `[E, ...]`.
         mapped: Keys of experts' tensors as `map_keys` gives them: key, parameter, pattern.
         tensors: Where each tensor is, and its shape.
         folder: The checkpoint, for messages.
 
     Raises:
-        CheckpointError: An expert's tensors are missing, or not clear.
+        CheckpointError: An expert's tensors are missing, not clear, or of another shape than
+            the model's.
         UnsupportedModelError: The family mixes experts with one another when it loads.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
-        params: Mapping[str, int],
+        params: Mapping[str, tuple[int, ...]],
         mapped: Iterable[tuple[str, str, str | None]],
         tensors: Mapping[str, TensorLocation],
         folder: Path,
@@ -77,10 +78,12 @@ class ExpertSources:
         self._model = model
         self._tensors = tensors
         self._folder = folder
+        self._shapes = params
         self._sources: dict[str, _Source] = {}
         self._collect(mapped)
-        for target, num_experts in params.items():
-            self._check_source(target, num_experts)
+        for target, shape in params.items():
+            self._check_source(target, shape[0])
+            self._check_shapes(target)
 
     def __contains__(self, target: str) -> bool:
         return target in self._sources
@@ -97,7 +100,7 @@ class ExpertSources:
         ]
 
     def read(
-        self, target: str, expert: int, read: ReadTensor, expected: tuple[int, ...]
+        self, target: str, expert: int, read: ReadTensor, expected: tuple[int, ...] | None = None
     ) -> torch.Tensor:
         """Runs the family's own conversion on one expert's tensors.
 
@@ -105,12 +108,13 @@ class ExpertSources:
             target: Name of the parameter.
             expert: Which expert.
             read: Gives the tensors.
-            expected: Shape of the result, `[a, b]` or `[n]`.
+            expected: Shape of the result, `[a, b]` or `[n]`; `None` is the parameter's own.
 
         Raises:
             CheckpointError: A tensor cannot be read, or has another shape than the model's.
         """
         source = self._sources[target]
+        expected = self._shapes[target][1:] if expected is None else expected
         if source.converter is None:
             value = read(self.first_key(target), expert)
         else:
@@ -123,14 +127,14 @@ class ExpertSources:
                 converter.add_tensor(target, key, pattern, tensor)
             value = self._convert(converter, target, expert)
         if tuple(value.shape) != (1, *expected):
-            raise self._unfit(target, expert, f"gives {tuple(value.shape[1:])}, not {expected}")
+            raise self._unfit(target, expert, f"give {tuple(value.shape[1:])}, not {expected},")
         return value[0]
 
     def _convert(self, converter: WeightConverter, target: str, expert: int) -> torch.Tensor:
         try:
             made = converter.convert(target, model=self._model, config=self._model.config)
         except RuntimeError as error:  # torch, of shapes that cannot be stacked or joined
-            raise self._unfit(target, expert, "cannot be put together") from error
+            raise self._unfit(target, expert, "cannot be joined") from error
         return made[target]
 
     def _unfit(self, target: str, expert: int, what: str) -> CheckpointError:
@@ -175,6 +179,20 @@ class ExpertSources:
                     f"for {target}.",
                     hint=_DAMAGED,
                 )
+
+    def _check_shapes(self, target: str) -> None:
+        """Runs the conversion without values, and compares all experts with the first."""
+
+        def without_values(key: str, row: int | None = None) -> torch.Tensor:
+            shape = self._tensors[key].shape
+            return torch.empty(shape if row is None else (1, *shape[1:]), device="meta")
+
+        self.read(target, 0, without_values)
+        for keys in self._sources[target].keys.values():
+            expected = self._tensors[keys[0]].shape
+            for expert, key in enumerate(keys):
+                if self._tensors[key].shape != expected:
+                    raise self._unfit(target, expert, f"differ from {keys[0]} of {expected}")
 
     def _check_converter(self, source: _Source, target: str) -> None:
         converter = source.converter

@@ -221,9 +221,9 @@ class CheckpointExperts:
         self._modules_by_name = dict(expert_modules_of(self._model))
         self.shards = open_shards(folder, load_quantisation(folder))
         params = {
-            f"{module.name}.{param}": module.num_experts
+            f"{module.name}.{name}": tuple(param.shape)
             for module in self.modules
-            for param, _ in self._raw(module).named_parameters()
+            for name, param in self._raw(module).named_parameters()
         }
         mapped = tuple(map_keys(self._model, self.shards))
         experts = (each for each in mapped if each[1] in params)
@@ -261,8 +261,7 @@ class CheckpointExperts:
         A stored form that is not float counts as bfloat16.
 
         Raises:
-            CheckpointError: A shard cannot be read, or a tensor has another shape than the
-                model's.
+            CheckpointError: A shard cannot be read, or a stored scale is nan or infinity.
         """
         module = self.modules[layer]
         if not 0 <= expert < module.num_experts:
@@ -288,8 +287,7 @@ class CheckpointExperts:
         return self._modules_by_name[module.name]
 
     def _load_param(self, module: ExpertModule, param: str, expert: int) -> torch.Tensor:
-        expected = tuple(getattr(self._raw(module), param).shape[1:])
-        return self._sources.read(f"{module.name}.{param}", expert, self.shards.read, expected)
+        return self._sources.read(f"{module.name}.{param}", expert, self.shards.read)
 
     def _check_backbone(self, mapped: Iterable[tuple[str, str, str | None]]) -> None:
         """Refuses a checkpoint that lacks a weight, or has one of another shape."""

@@ -104,7 +104,7 @@ class _Microscaled:
             stored.read_rows(self.values, start, stop),
             _finite_scales(stored, self.scales, scales),
         )
-        return values.transpose(-1, -2).contiguous()
+        return values.transpose(-1, -2)
 
 
 _Packed = _Blockwise | _Microscaled

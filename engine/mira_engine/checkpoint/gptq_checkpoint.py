@@ -61,18 +61,18 @@ class GptqExperts:
         self._model = meta_model(config)
         self.modules = find_expert_modules(self._model)
         self._raw_modules = dict(expert_modules_of(self._model))
-        if self.shape.has_bias:
+        if self.shape.has_bias or any(raw.is_transposed for raw in self._raw_modules.values()):
             raise UnsupportedModelError(
-                f"Experts of the family {config.model_type} have biases, which GPTQ checkpoints "
-                "keep in no one form.",
+                f"Experts of the family {config.model_type} are biased or transposed, which GPTQ "
+                "checkpoints keep in no one form.",
                 hint=_OTHER_DRAFT,
             )
         self.shards = CheckpointShards(folder)
         weights = self._weights()
         params = {
-            f"{module.name}.{param}": module.num_experts
+            f"{module.name}.{name}": tuple(param.shape)
             for module in self.modules
-            for param in self._param_names(module)
+            for name, param in self._raw_modules[module.name].named_parameters()
         }
         mapped = (each for each in map_keys(self._model, weights) if each[1] in params)
         self._sources = ExpertSources(self._model, params, mapped, weights, folder)
