@@ -51,7 +51,8 @@ def save_shaped(
 ) -> Path:
     """Writes a random checkpoint of a tiny family with other dimensions."""
     config = tiny_models.tiny_config(family)
-    config = type(config).from_dict(config.to_dict() | fields)
+    named = {config.attribute_map.get(name, name): value for name, value in fields.items()}
+    config = type(config).from_dict(config.to_dict() | named)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -56,9 +56,9 @@ def test_fused_experts_that_may_be_stored_transposed_equal_the_loaded_models(
     tmp_path, is_stored_transposed
 ):
     """A family whose mapping looks at the whole parameter's shape to decide."""
-    text = tiny_models.tiny_config("qwen3_moe").to_dict()
+    text = tiny_models.tiny_config("qwen3_moe")
     config = transformers.Qwen3VLMoeConfig(
-        text_config={key: text[key] for key in TEXT_FIELDS} 
+        text_config={name: getattr(text, name) for name in TEXT_FIELDS}
         | {"num_hidden_layers": 2, "moe_intermediate_size": 48},
         vision_config={"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2,
                        "out_hidden_size": 64, "deepstack_visual_indexes": [0]},
