@@ -50,6 +50,9 @@ _SKIPPED = re.compile(
 )
 """Parts beside the text model: heads for several tokens ahead, towers for images and sound."""
 
+_Mapped = tuple[str, str, str | None]
+"""A tensor, the parameter it goes to and the mapping's pattern, as of `map_keys`."""
+
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
@@ -229,7 +232,8 @@ def figures_of(
     parameters = {id(p): p.numel() for p in model.parameters()}
     num_parameters = sum(parameters.values())
     num_routed = sum(n for key, n in parameters.items() if key in routed)
-    kinds = Counter(kind for _, kind in classify_keys(model, keys or ()))
+    mapped = tuple(_mapped(model, keys or ()))
+    kinds = Counter(kind for _, kind in _classified(model, mapped))
     whole = weights_bytes if weights_bytes is not None else sum(sizes.values())
     return Preflight(
         config=config,
@@ -238,8 +242,8 @@ def figures_of(
         num_expert_parameters=num_routed,
         weights_bytes=whole or _usual_bytes(model, quantisation, num_parameters, num_routed),
         kinds=kinds,
-        problem=_unfit_shape(modules[0].shape) or (_gaps(model, keys) if keys else None),
-        layer_shards=_layer_shards(model, modules, keys or {}),
+        problem=_unfit_shape(modules[0].shape) or (_gaps(model, mapped) if keys else None),
+        layer_shards=_layer_shards(modules, mapped, keys or {}),
         shard_bytes=sizes,
         is_quantised=quantisation is not None,
     )
@@ -255,10 +259,14 @@ def classify_keys(model: PreTrainedModel, keys: Iterable[str]) -> Iterator[tuple
     Yields:
         The key as it is in the checkpoint, and its kind.
     """
+    yield from _classified(model, _mapped(model, keys))
+
+
+def _classified(model: PreTrainedModel, mapped: Iterable[_Mapped]) -> Iterator[tuple[str, KeyKind]]:
     experts, state = expert_param_names(model), set(model.state_dict())
     ignored = [re.compile(each) for each in model._keys_to_ignore_on_load_unexpected or ()]
     num_layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
-    for key, target, _ in _mapped(model, keys):
+    for key, target, _ in mapped:
         layer = _LAYER.search(key)
         if target in experts:
             yield key, KeyKind.EXPERT
@@ -275,23 +283,21 @@ def classify_keys(model: PreTrainedModel, keys: Iterable[str]) -> Iterator[tuple
             yield key, KeyKind.UNKNOWN
 
 
-def _mapped(model: PreTrainedModel, keys: Iterable[str]) -> Iterator[tuple[str, str, str | None]]:
+def _mapped(model: PreTrainedModel, keys: Iterable[str]) -> Iterator[_Mapped]:
     """As `map_keys`, for keys of stored quantisations as well."""
-    plain = _plain_names(keys)
+    plain: dict[str, list[str]] = {}
+    for key in keys:
+        plain.setdefault(_plain_name(key), []).append(key)
     for name, target, pattern in map_keys(model, plain):
         for key in plain[name]:
             yield key, target, pattern
 
 
-def _plain_names(keys: Iterable[str]) -> dict[str, list[str]]:
-    """Returns the keys that a float checkpoint would have, each with those it is stored under."""
-    plain: dict[str, list[str]] = {}
-    for key in keys:
-        name = key
-        for pattern, replacement in _QUANTISED:
-            name = pattern.sub(replacement, name)
-        plain.setdefault(name, []).append(key)
-    return plain
+def _plain_name(key: str) -> str:
+    """Returns the name that a tensor, or the one that it belongs to, has in float checkpoints."""
+    for pattern, replacement in _QUANTISED:
+        key = pattern.sub(replacement, key)
+    return key
 
 
 def _usual_bytes(
@@ -321,10 +327,10 @@ def _unfit_shape(shape: ExpertShape) -> FormatError | None:
     return None
 
 
-def _gaps(model: PreTrainedModel, keys: Iterable[str]) -> MiraError | None:
+def _gaps(model: PreTrainedModel, mapped: tuple[_Mapped, ...]) -> MiraError | None:
     """Returns what an index lacks, `None` where it names all weights."""
-    mapped = tuple(map_keys(model, _plain_names(keys)))
-    counts = Counter((target, pattern) for _, target, pattern in mapped)
+    plain = {_plain_name(key): (target, pattern) for key, target, pattern in mapped}
+    counts = Counter(plain.values())
     present = {target for target, _ in counts}
     for name, module in expert_modules_of(model):
         for param, _ in module.named_parameters():
@@ -347,11 +353,11 @@ def _incomplete(what: str) -> CheckpointError:
 
 
 def _layer_shards(
-    model: PreTrainedModel, modules: tuple[ExpertModule, ...], keys: Mapping[str, str]
+    modules: tuple[ExpertModule, ...], mapped: Iterable[_Mapped], keys: Mapping[str, str]
 ) -> tuple[frozenset[str], ...]:
     layers = {module.name: module.layer for module in modules}
     shards: list[set[str]] = [set() for _ in modules]
-    for key, target, _ in _mapped(model, keys):
+    for key, target, _ in mapped:
         layer = layers.get(target.rpartition(".")[0])
         if layer is not None:
             shards[layer].add(keys[key])
