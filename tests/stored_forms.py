@@ -90,10 +90,10 @@ def to_fp8(folder: Path, *, suffix: str = "_scale_inv", block: tuple[int, int] |
     def change(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         made: dict[str, Tensor] = {}
         for key, tensor in tensors.items():
-            if tensor.ndim != 2 or any(part in key for part in _KEPT):
+            if tensor.ndim not in (2, 3) or any(part in key for part in _KEPT):
                 made[key] = tensor
                 continue
-            values, scales = fp8_of(tensor, block or tuple(tensor.shape))
+            values, scales = fp8_of(tensor, block or tuple(tensor.shape[-2:]))
             made[key] = values
             made[key + suffix] = scales if block else scales.reshape(())
         return made
@@ -103,7 +103,10 @@ def to_fp8(folder: Path, *, suffix: str = "_scale_inv", block: tuple[int, int] |
 
 
 def fp8_of(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Quantises a matrix by blocks: float8 `[N, K]` and float32 scales."""
+    """Quantises a matrix, or each of a stack, by blocks: float8 like it, and float32 scales."""
+    if weight.ndim == 3:
+        pairs = [fp8_of(matrix, block) for matrix in weight]
+        return torch.stack([v for v, _ in pairs]), torch.stack([s for _, s in pairs])
     rows, columns = weight.shape
     grid = (math.ceil(rows / block[0]), math.ceil(columns / block[1]))
     values, scales = torch.empty(weight.shape, dtype=torch.float8_e4m3fn), torch.empty(grid)
@@ -115,7 +118,10 @@ def fp8_of(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
 
 
 def fp8_values(values: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
-    """The bfloat16 matrix that FP8 values and scales stand for, one block at a time."""
+    """The bfloat16 values that FP8 values and scales stand for, one block at a time."""
+    if values.ndim == 3:
+        pairs = zip(values, scales, strict=True)
+        return torch.stack([fp8_values(matrix, grid, block) for matrix, grid in pairs])
     made = torch.empty(values.shape, dtype=torch.bfloat16)
     for row, column in ((r, c) for r in range(scales.shape[0]) for c in range(scales.shape[1])):
         at = _block_at(row, column, block)

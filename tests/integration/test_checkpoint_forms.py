@@ -16,7 +16,7 @@ import stored_forms
 import tiny_models
 import torch
 from mira_engine.checkpoint import shards as shards_module
-from mira_engine.checkpoint.experts import CheckpointExperts
+from mira_engine.checkpoint.experts import CheckpointExperts, map_keys
 from mira_engine.checkpoint.store import ExpertStore
 from mira_engine.config import EngineConfig, MemoryAmount, SamplingConfig
 from mira_engine.engine import Engine
@@ -50,6 +50,9 @@ CUT_BLOCKS = {
     "qk_head_dim": 80,
 }
 """Of a deepseek_v3 with matrices of 320 and 192 rows: the last block of 128 is cut off."""
+
+FUSED = {"hidden_size": 256, "intermediate_size": 192, "num_local_experts": 4}
+"""Of a granitemoe, whose checkpoints hold all experts of a layer in one tensor."""
 
 MXFP4 = {"hidden_size": 96, "intermediate_size": 64}
 PROMPT = [5, 90, 17, 33, 250, 8, 61, 7, 7, 120]
@@ -119,11 +122,11 @@ def assert_experts_equal(checkpoint: CheckpointExperts, model: torch.nn.Module) 
 
 
 def assert_backbone_equal(checkpoint: CheckpointExperts, model: torch.nn.Module) -> None:
-    """Every other weight is, bit for bit, the loaded model's of the same name."""
+    """Every other weight is, bit for bit, the loaded model's."""
     state = model.state_dict()
     assert len(checkpoint.backbone_keys) > 10
-    for key in checkpoint.backbone_keys:
-        assert torch.equal(checkpoint.shards.read(key), state[key])
+    for key, target, _ in map_keys(model, checkpoint.backbone_keys):
+        assert torch.equal(checkpoint.shards.read(key), state[target])
 
 
 # -- FP8 -----------------------------------------------------------------------------------
@@ -145,7 +148,8 @@ def test_fp8_whole_blocks_equal_transformers_own_dequantising_loader(tmp_path, m
 
 
 @pytest.mark.parametrize(
-    ("family", "fields"), [("qwen3_moe", WHOLE_BLOCKS), ("deepseek_v3", CUT_BLOCKS)]
+    ("family", "fields"),
+    [("qwen3_moe", WHOLE_BLOCKS), ("deepseek_v3", CUT_BLOCKS), ("granitemoe", FUSED)],
 )
 def test_fp8_model_runs_as_its_values_written_out(tmp_path, load, family, fields):
     folder = stored_forms.to_fp8(stored_forms.save_shaped(family, tmp_path / "m", **fields))
