@@ -4,7 +4,7 @@ import pytest
 import stored_forms
 import torch
 from mira_engine.checkpoint import shards as shards_module
-from mira_engine.checkpoint.float_shards import FloatShards, open_shards
+from mira_engine.checkpoint.float_shards import FloatShards, as_float
 from mira_engine.checkpoint.quantisation import quantisation_of
 from mira_engine.checkpoint.shards import CheckpointShards
 from mira_engine.errors import CheckpointError, UnsupportedModelError
@@ -20,7 +20,7 @@ def random(*dims, seed=0):
 
 def open_with(folder, tensors, fields):
     save_file(tensors, folder / FILE)
-    return open_shards(folder, quantisation_of({"quantization_config": fields}))
+    return as_float(CheckpointShards(folder), quantisation_of({"quantization_config": fields}))
 
 
 @pytest.fixture
@@ -215,7 +215,8 @@ def test_form_that_is_not_read_is_refused(tmp_path):
 
 def test_float_checkpoint_is_opened_as_it_is(tmp_path):
     save_file({"a.weight": random(2, 2)}, tmp_path / FILE)
-    assert type(open_shards(tmp_path, None)) is CheckpointShards
+    stored = CheckpointShards(tmp_path)
+    assert as_float(stored, None) is stored
 
 
 def test_fingerprint_is_that_of_the_stored_files(tmp_path, matrix):
@@ -225,3 +226,17 @@ def test_fingerprint_is_that_of_the_stored_files(tmp_path, matrix):
     )
     assert isinstance(shards, FloatShards)
     assert shards.fingerprint() == CheckpointShards(tmp_path).fingerprint()
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+def test_scales_in_another_file_than_their_values_are_found_and_told(tmp_path, matrix, is_split):
+    values, scales, expected = matrix
+    files = {"part-1.safetensors": {"a.weight": values}, "part-2.safetensors": {"b": random(2)}}
+    files["part-2.safetensors" if is_split else "part-1.safetensors"]["a.weight_scale_inv"] = scales
+    for name, tensors in files.items():
+        save_file(tensors, tmp_path / name)
+    fields = {"quantization_config": stored_forms.FP8_FIELDS}
+    shards = as_float(CheckpointShards(tmp_path), quantisation_of(fields))
+    assert torch.equal(shards.read("a.weight"), expected)
+    assert shards.is_split is is_split
+    assert [shards.shard_of(key) for key in ("a.weight", "b")] == list(files)

@@ -124,8 +124,7 @@ def _describe_as_float(path: Path) -> None:
 
 def _write_weights(checkpoint: CheckpointExperts, path: Path, progress: Progress) -> None:
     shards = checkpoint.shards
-    keys = [key for key in checkpoint.backbone_keys if not _is_copy(checkpoint, key)]
-    specs = {key: (shards[key].dtype, shards[key].shape) for key in keys}
+    specs = {key: (shards[key].dtype, shards[key].shape) for key in kept_keys(checkpoint)}
     if not specs:
         raise CheckpointError(
             f"{checkpoint.folder} holds experts only.", hint="Download the checkpoint again."
@@ -139,15 +138,22 @@ def _write_weights(checkpoint: CheckpointExperts, path: Path, progress: Progress
                 )
 
 
-def _is_copy(checkpoint: CheckpointExperts, key: str) -> bool:
-    """Whether a tensor only repeats the one that it is tied to; then transformers ties them.
+def kept_keys(checkpoint: CheckpointExperts) -> list[str]:
+    """Returns the tensors that the backbone has: all but the experts and bare copies.
 
+    A tensor that only repeats the one it is tied to is left out, for transformers ties them.
     One with other values stays: the configuration is wrong, and transformers does not tie.
     """
+    return [key for key in checkpoint.backbone_keys if not _is_copy(checkpoint, key)]
+
+
+def _is_copy(checkpoint: CheckpointExperts, key: str) -> bool:
     original = checkpoint.tied_keys.get(key)
     if original is None:
         return False
     shards = checkpoint.shards
+    if not (shards[key].path.exists() and shards[original].path.exists()):
+        return False  # Where shards come one after another, both are kept and told apart later.
     if (shards[key].dtype, shards[key].shape) != (shards[original].dtype, shards[original].shape):
         return False
     pairs = zip_longest(shards.pieces(key), shards.pieces(original))

@@ -30,8 +30,9 @@ from ..errors import CheckpointError, UnsupportedModelError
 from ..types import ExpertShape
 from .architecture import load_config, load_quantisation, meta_model
 from .expert_sources import ExpertSources
-from .float_shards import open_shards
+from .float_shards import as_float
 from .formats import ExpertTensors
+from .shards import CheckpointShards
 
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "num_experts")
 _NUM_EXPERTS_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -197,6 +198,10 @@ def _shape_of(module: nn.Module, family: str) -> ExpertShape:
 class CheckpointExperts:
     """The experts of a checkpoint folder, read one at a time.
 
+    Args:
+        folder: The checkpoint.
+        shards: Its tensors as they are stored, where not all of its shards are in the folder.
+
     Attributes:
         folder: The checkpoint.
         config: Its configuration.
@@ -213,17 +218,18 @@ class CheckpointExperts:
         CheckpointError: A shard is damaged, or tensors are missing or of another shape.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, shards: CheckpointShards | None = None) -> None:
         self.folder = folder
         self.config = load_config(folder)
         self._model = meta_model(self.config)
         self.modules = find_expert_modules(self._model)
         self._modules_by_name = dict(expert_modules_of(self._model))
-        self.shards = open_shards(folder, load_quantisation(folder))
+        stored = CheckpointShards(folder) if shards is None else shards
+        self.shards = as_float(stored, load_quantisation(folder))
         params = {
             f"{module.name}.{name}": tuple(param.shape)
             for module in self.modules
-            for name, param in self._raw(module).named_parameters()
+            for name, param in self._raw(module).named_parameters(recurse=False)
         }
         mapped = tuple(map_keys(self._model, self.shards))
         experts = (each for each in mapped if each[1] in params)

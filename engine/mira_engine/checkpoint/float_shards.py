@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -36,14 +35,15 @@ _BLOCKS, _SCALES = "_blocks", "_scales"
 _DAMAGED = "Download the checkpoint again."
 
 
-def open_shards(folder: Path, quantisation: Quantisation | None) -> CheckpointShards | FloatShards:
-    """Opens a checkpoint's tensors as float ones.
+def as_float(
+    stored: CheckpointShards, quantisation: Quantisation | None
+) -> CheckpointShards | FloatShards:
+    """Returns a checkpoint's tensors as float ones: as they are, or unpacked when read.
 
     Raises:
-        CheckpointError: As `CheckpointShards` and `FloatShards` say.
+        CheckpointError: As `FloatShards` says.
         UnsupportedModelError: The stored form is not read.
     """
-    stored = CheckpointShards(folder)
     return stored if quantisation is None else FloatShards(stored, quantisation)
 
 
@@ -191,6 +191,23 @@ class FloatShards(Mapping[str, TensorLocation]):
         for start in range(0, num_rows, at_once):
             rows = packed.read(self._stored, start, min(start + at_once, num_rows))
             yield rows.contiguous().reshape(-1).view(torch.uint8)
+
+    def shard_of(self, key: str) -> str:
+        """Returns the name of the shard that holds a tensor's values."""
+        return self._stored.shard_of(self._values_of(key))
+
+    @property
+    def is_split(self) -> bool:
+        """Whether some tensor has its values in one shard and its scales in another."""
+        stored = self._stored
+        return any(
+            stored.shard_of(packed.values) != stored.shard_of(packed.scales)
+            for packed in self._packed.values()
+        )
+
+    def _values_of(self, key: str) -> str:
+        packed = self._packed.get(key)
+        return key if packed is None else packed.values
 
     def fingerprint(self) -> str:
         """As `CheckpointShards.fingerprint`: of the files as they are stored."""

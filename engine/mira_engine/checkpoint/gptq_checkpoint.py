@@ -72,7 +72,7 @@ class GptqExperts:
         params = {
             f"{module.name}.{name}": tuple(param.shape)
             for module in self.modules
-            for name, param in self._raw_modules[module.name].named_parameters()
+            for name, param in self._raw_modules[module.name].named_parameters(recurse=False)
         }
         mapped = (each for each in map_keys(self._model, weights) if each[1] in params)
         self._sources = ExpertSources(self._model, params, mapped, weights, folder)

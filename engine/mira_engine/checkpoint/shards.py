@@ -136,6 +136,10 @@ class CheckpointShards(Mapping[str, TensorLocation]):
             )
         return holders[0]
 
+    def shard_of(self, key: str) -> str:
+        """Returns the name of the shard that holds a tensor, as the index has it."""
+        return self._locations[key].path.relative_to(self.folder).as_posix()
+
     def __getitem__(self, key: str) -> TensorLocation:
         return self._locations[key]
 
