@@ -1,6 +1,7 @@
 """Contract with transformers' key mapping: one expert from disk equals the loaded model's."""
 
 import pytest
+import stored_forms
 import tiny_models
 import torch
 import transformers
@@ -10,6 +11,14 @@ from mira_engine.checkpoint.experts import (
     find_expert_modules,
     meta_model,
 )
+
+TEXT_FIELDS = (
+    "vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "max_position_embeddings", "intermediate_size", "moe_intermediate_size", "num_experts",
+    "num_experts_per_tok", "mlp_only_layers",
+)  # fmt: skip
+SHAPES_AS_LOADED = {"gate_up_proj": (96, 64), "down_proj": (64, 48)}
+"""Of experts with 48 hidden units."""
 
 
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
@@ -40,6 +49,44 @@ def test_load_each_expert_equals_the_loaded_models_slice(family, tmp_path):
             assert got.down.shape == (module.shape.hidden_size, module.shape.intermediate_size)
             num_compared += 1
     assert num_compared >= 4
+
+
+@pytest.mark.parametrize("is_stored_transposed", [False, True])
+def test_fused_experts_that_may_be_stored_transposed_equal_the_loaded_models(
+    tmp_path, is_stored_transposed
+):
+    """A family whose mapping looks at the whole parameter's shape to decide."""
+    text = tiny_models.tiny_config("qwen3_moe")
+    config = transformers.Qwen3VLMoeConfig(
+        text_config={name: getattr(text, name) for name in TEXT_FIELDS}
+        | {"num_hidden_layers": 2, "moe_intermediate_size": 48},
+        vision_config={"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2,
+                       "out_hidden_size": 64, "deepstack_visual_indexes": [0]},
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.Qwen3VLMoeForConditionalGeneration(config).save_pretrained(tmp_path)
+
+    def arrange(tensors):
+        made = {}
+        for key, tensor in tensors.items():
+            is_fused = key.endswith(("experts.gate_up_proj", "experts.down_proj"))
+            wanted = SHAPES_AS_LOADED.get(key.rpartition(".")[2])
+            if is_fused and (tuple(tensor.shape[1:]) == wanted) is is_stored_transposed:
+                tensor = tensor.transpose(1, 2)
+            made[key] = tensor
+        return made
+
+    stored_forms.rewrite(tmp_path, arrange)
+    model = transformers.Qwen3VLMoeForConditionalGeneration.from_pretrained(
+        tmp_path, dtype=torch.float32
+    )
+    checkpoint = CheckpointExperts(tmp_path)
+    modules = dict(model.named_modules())
+    for module in checkpoint.modules:
+        for expert in range(module.num_experts):
+            got = checkpoint.load(module.layer, expert)
+            assert torch.equal(got.up, modules[module.name].gate_up_proj[expert])
+            assert torch.equal(got.down, modules[module.name].down_proj[expert])
 
 
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)

@@ -683,7 +683,7 @@ def test_describe_then_plan_needs_no_weight(library, server, tmp_path):
 def test_describe_model_that_cannot_run_gives_the_reason_and_its_figures(library, server, tmp_path):
     config = tiny_models.tiny_config("gpt_oss")
     config.architectures = ["GptOssForCausalLM"]
-    config.quantization_config = {"quant_method": "mxfp4"}
+    config.quantization_config = {"quant_method": "awq"}
     folder = tmp_path / "quantised"
     config.save_pretrained(folder)
     (folder / "model.safetensors.index.json").write_text(
@@ -692,10 +692,10 @@ def test_describe_model_that_cannot_run_gives_the_reason_and_its_figures(library
     (folder / "model-1.safetensors").write_bytes(bytes(30_000))
     server.add("owner/quantised", folder)
     made = describe(library.resolve("owner/quantised"), DescribeModel(request_id="r", model="m"))
-    assert "mxfp4" in made.refusal
+    assert "awq" in made.refusal
     assert made.hint
     assert made.num_experts == 4
-    with pytest.raises(UnsupportedModelError, match="mxfp4"):
+    with pytest.raises(UnsupportedModelError, match="awq"):
         make(library, "owner/quantised")
     assert not server.bodies("model-1.safetensors")
 

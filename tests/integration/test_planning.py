@@ -107,11 +107,22 @@ def test_model_that_no_use_of_the_memory_fits_is_refused_with_the_missing_bytes(
 
 
 def test_unsupported_configuration_is_refused_by_name(shared_inputs, tmp_path):
+    published = shared_inputs / "data/configs/gpt-oss-20b"
+    if not published.is_dir():
+        pytest.skip("no configuration")
+    folder = tmp_path / "quantised"
+    folder.mkdir()
+    text = (published / "config.json").read_text()
+    (folder / "config.json").write_text(text.replace('"mxfp4"', '"awq"'))
+    with pytest.raises(UnsupportedModelError, match="awq"):
+        made_for(folder, tmp_path, "rtx-3090")
+
+
+def test_mxfp4_configuration_is_planned_as_its_float_form(shared_inputs, tmp_path):
     folder = shared_inputs / "data/configs/gpt-oss-20b"
     if not folder.is_dir():
         pytest.skip("no configuration")
-    with pytest.raises(UnsupportedModelError, match="mxfp4"):
-        made_for(folder, tmp_path, "rtx-3090")
+    assert any(row.is_chosen for row in made_for(folder, tmp_path, "rtx-3090").alternatives)
 
 
 def test_builtin_model_is_planned_before_anything_is_fetched(tmp_path):

@@ -102,7 +102,7 @@ def test_family_that_transformers_has_ignores_the_repositorys_code(tiny_checkpoi
     assert CheckpointExperts(folder).load(0, 0).up.shape == (64, 64)
 
 
-@pytest.mark.parametrize("method", ["gptq", "fp8", "mxfp4"])
+@pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors"])
 def test_quantised_checkpoint_is_refused_by_method(tmp_path, method):
     config = tiny_models.tiny_config("gpt_oss")
     config.quantization_config = {"quant_method": method}

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mira_engine.checkpoint import quantise
-from mira_engine.checkpoint.formats import ExpertTensors, make_format
+from mira_engine.checkpoint.formats import ExpertTensors, Int4Format, make_format
+from mira_engine.checkpoint.quantised_expert import QuantisedExpert
 from mira_engine.errors import FormatError
 from mira_engine.types import ExpertShape, Plane, Precision
 from mira_kernels import dispatch, reference
@@ -331,3 +333,100 @@ def test_int8_scale_is_stored_once():
         assert isinstance(bound.up, Int8Weight)
         assert bound.up.scale.data_ptr() == bound.down.scale.data_ptr()
         assert bound.up.scale.untyped_storage().data_ptr() == bound.up.codes.data_ptr()
+
+
+def random_quantised(shape: ExpertShape, group_size: int, seed: int = 0) -> QuantisedExpert:
+    generator = torch.Generator().manual_seed(seed)
+    parts: dict[str, torch.Tensor] = {}
+    for name, rows, columns in (
+        ("up", shape.up_rows, shape.hidden_size),
+        ("down", shape.hidden_size, shape.intermediate_size),
+    ):
+        codes = torch.randint(-8, 8, (rows, columns), generator=generator)
+        parts[f"{name}_codes"] = codes.to(torch.int8)
+        parts[f"{name}_scales"] = torch.rand(rows, columns // group_size, generator=generator)
+        if shape.has_bias:
+            parts[f"{name}_bias"] = torch.randn(rows, generator=generator)
+    return QuantisedExpert(group_size=group_size, **parts)
+
+
+@all_shapes
+def test_encode_quantised_keeps_every_code_and_rounds_scales_only(shape):
+    for layout in layouts_for(Precision.INT4, shape):
+        form = make_format(Precision.INT4, shape, layout=layout)
+        given_expert = random_quantised(shape, form.group_size)
+        bound = form.bind(form.encode_quantised(given_expert))
+        decoded = form.decode(bound)
+        for name in ("up", "down"):
+            codes = getattr(given_expert, f"{name}_codes")
+            assert torch.equal(reference.codes(getattr(bound, name)), codes.to(torch.int16))
+            scales = getattr(given_expert, f"{name}_scales").bfloat16().float()
+            spread = scales.repeat_interleave(form.group_size, dim=1)
+            assert torch.equal(getattr(decoded, name), codes * spread)
+        assert_biases_equal(decoded, given_expert)
+
+
+def test_encode_quantised_of_what_int4_chooses_equals_encode():
+    tensors = random_expert(GATED)
+    form = make_format(Precision.INT4, GATED)
+    up, down = (
+        quantise.quantise_int4(each, form.group_size) for each in (tensors.up, tensors.down)
+    )
+    given_expert = QuantisedExpert(
+        up_codes=up.codes.to(torch.int8),
+        up_scales=up.scales.float(),
+        down_codes=down.codes.to(torch.int8),
+        down_scales=down.scales.float(),
+        group_size=form.group_size,
+    )
+    assert torch.equal(
+        form.encode_quantised(given_expert)[Plane.WHOLE], form.encode(tensors)[Plane.WHOLE]
+    )
+
+
+def test_encode_quantised_repeats_the_scale_of_a_larger_group():
+    shape = ExpertShape(hidden_size=256, intermediate_size=256)
+    form = Int4Format(shape, Int4Layout.ROWS, 64)
+    given_expert = random_quantised(shape, 128)
+    decoded = form.decode(form.bind(form.encode_quantised(given_expert)))
+    scales = given_expert.up_scales.bfloat16().float().repeat_interleave(128, dim=1)
+    assert torch.equal(decoded.up, given_expert.up_codes * scales)
+
+
+def test_encode_quantised_by_groups_that_do_not_divide_is_refused():
+    form = make_format(Precision.INT4, ExpertShape(hidden_size=256, intermediate_size=192))
+    given_expert = random_quantised(ExpertShape(hidden_size=256, intermediate_size=256), 128)
+    with pytest.raises(FormatError, match="Groups of 128 do not divide"):
+        form.encode_quantised(given_expert)
+
+
+def test_encode_quantised_by_smaller_groups_is_refused():
+    form = make_format(Precision.INT4, GATED)
+    with pytest.raises(FormatError, match="groups of 16 have no form in groups of 32"):
+        form.encode_quantised(random_quantised(GATED, 16))
+
+
+@pytest.mark.parametrize("precision", [p for p in Precision if p != "int4"])
+def test_encode_quantised_by_another_format_is_refused(precision):
+    form = make_format(precision, GATED)
+    with pytest.raises(FormatError, match=f"The {precision} format holds no INT4 codes"):
+        form.encode_quantised(random_quantised(GATED, 32))
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "words"),
+    [
+        ("up_codes", torch.full((192, 64), 8, dtype=torch.int8), "up_codes are no INT4 codes"),
+        ("down_codes", torch.full((64, 96), -9, dtype=torch.int8), "down_codes are no INT4"),
+        ("up_codes", torch.zeros(192, 64), "up_codes are no INT4 codes"),
+        ("up_codes", torch.zeros(192, 32, dtype=torch.int8), r"up_codes should have shape"),
+        ("down_scales", torch.ones(64, 2), r"down_scales should have shape \(64, 3\)"),
+        ("up_scales", torch.full((192, 2), float("nan")), "up_scales hold nan or infinity"),
+        ("down_scales", torch.full((64, 3), 3.4e38), "down_scales hold nan or infinity"),
+        ("up_bias", torch.ones(192), "up_bias should have shape None"),
+    ],
+)
+def test_encode_quantised_of_a_wrong_tensor_names_it(name, wrong, words):
+    given_expert = replace(random_quantised(GATED, 32), **{name: wrong})
+    with pytest.raises(FormatError, match=words):
+        make_format(Precision.INT4, GATED).encode_quantised(given_expert)

@@ -3,8 +3,10 @@
 import json
 
 import pytest
+import stored_forms
 import tiny_models
 from mira_engine.checkpoint.architecture import load_config, meta_model
+from mira_engine.checkpoint.experts import CheckpointExperts
 from mira_engine.checkpoint.preflight import KeyKind, classify_keys, examine
 from mira_engine.checkpoint.shards import CheckpointShards
 from mira_engine.errors import CheckpointError, FormatError, UnsupportedModelError
@@ -66,15 +68,63 @@ def test_examine_index_of_a_float_model_agrees_with_its_total(shared_inputs):
         assert whole == pytest.approx(total, rel=0.01)
 
 
-def test_examine_quantised_model_is_described_and_refused(shared_inputs):
-    found = examine(
-        shared_inputs / "data" / "configs" / "gpt-oss-20b", weights_bytes=13_761_264_768
+def test_examine_mxfp4_model_runs_and_is_kept_in_bfloat16(shared_inputs):
+    folder = shared_inputs / "data" / "configs" / "gpt-oss-20b"
+    keys, total = read_index(folder)
+    found = examine(folder, keys=keys, weights_bytes=total)
+    assert found.problem is None
+    assert found.backbone_bytes == 2 * (found.num_parameters - found.num_expert_parameters)
+    int8 = found.store_bytes(Precision.INT8)
+    assert int8 == pytest.approx(found.num_expert_parameters, rel=0.01)
+    assert found.peak_bytes((Precision.INT8,)) == pytest.approx(
+        total + int8 + found.backbone_bytes, rel=0.002
     )
+    assert examine(folder).weights_bytes == pytest.approx(total, rel=0.002)
+
+
+@pytest.mark.parametrize("missing", ["layers.3.mlp.experts.down_proj_", "lm_head.weight"])
+def test_examine_mxfp4_index_with_a_gap_says_which(shared_inputs, missing):
+    folder = shared_inputs / "data" / "configs" / "gpt-oss-20b"
+    keys = {key: name for key, name in read_index(folder)[0].items() if missing not in key}
+    problem = examine(folder, keys=keys).problem
+    assert isinstance(problem, CheckpointError)
+    assert missing.rstrip("_") in problem.message
+
+
+def test_examine_fp8_model_runs_with_the_sizes_of_its_files(tmp_path):
+    folder = stored_forms.save_shaped(
+        "qwen3_moe",
+        tmp_path,
+        hidden_size=256,
+        moe_intermediate_size=384,
+        intermediate_size=384,
+        num_hidden_layers=2,
+    )
+    backbone = CheckpointExperts(folder)
+    backbone_bytes = sum(backbone.shards[key].num_bytes for key in backbone.backbone_keys)
+    stored_forms.to_fp8(folder)
+    shards = CheckpointShards(folder)
+    keys = dict.fromkeys(shards, "model.safetensors")
+    assert any(key.endswith("_scale_inv") for key in keys)
+    size = (folder / "model.safetensors").stat().st_size
+    found = examine(folder, keys=keys, shard_bytes={"model.safetensors": size})
+    assert found.problem is None
+    assert set(found.kinds) == {KeyKind.EXPERT, KeyKind.BACKBONE}
+    assert found.weights_bytes == size
+    assert found.backbone_bytes == backbone_bytes
+    assert examine(folder).weights_bytes == pytest.approx(size, rel=0.03)
+
+
+@pytest.mark.parametrize("method", ["awq", "bitsandbytes", "compressed-tensors", "gptq"])
+def test_examine_other_quantised_model_is_described_and_refused_by_name(tmp_path, method):
+    config = tiny_models.tiny_config("qwen3_moe")
+    config.architectures = ["Qwen3MoeForCausalLM"]
+    config.quantization_config = {"quant_method": method}
+    config.save_pretrained(tmp_path)
+    found = examine(tmp_path)
     assert isinstance(found.problem, UnsupportedModelError)
-    assert "mxfp4" in found.problem.message
-    assert found.backbone_bytes == pytest.approx(
-        2 * (found.num_parameters - found.num_expert_parameters)
-    )
+    assert method in found.problem.message
+    assert found.num_experts == 8
 
 
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
@@ -97,7 +147,12 @@ def test_classify_keys_of_every_tiny_family_leaves_none_unknown(family, tiny_che
         ("model.layers.0.self_attn.rotary_emb.inv_freq", KeyKind.SKIPPED),
         ("model.layers.1.mlp.experts.0.up_proj.weight", KeyKind.EXPERT),
         ("model.layers.1.mlp.experts.0.up_proj.weight_scale_inv", KeyKind.EXPERT),
+        ("model.layers.1.mlp.experts.0.up_proj.weight_scale", KeyKind.EXPERT),
+        ("model.layers.1.mlp.experts.0.up_proj.activation_scale", KeyKind.EXPERT),
         ("model.layers.1.mlp.experts.0.up_proj.qweight", KeyKind.EXPERT),
+        ("model.layers.1.self_attn.q_proj.weight_scale_inv", KeyKind.BACKBONE),
+        ("audio_tower.layers.0.weight", KeyKind.SKIPPED),
+        ("model.layers.3.self_attn.q_proj.weight_scale_inv", KeyKind.SKIPPED),
         ("model.layers.1.mlp.gate.weight", KeyKind.BACKBONE),
         ("model.layers.1.mlp.surprise.weight", KeyKind.UNKNOWN),
     ],
@@ -109,7 +164,12 @@ def test_classify_keys_tells_the_kinds_apart(key, kind, tiny_checkpoint):
 
 @pytest.mark.parametrize(
     ("dropped", "words"),
-    [("layers.2.mlp.experts.", "no tensors for"), ("layers.1.mlp.experts.3.", "7 experts for")],
+    [
+        ("layers.2.mlp.experts.", "no tensors for"),
+        ("layers.1.mlp.experts.3.", "7 experts for"),
+        ("lm_head.weight", "no tensors for lm_head.weight"),
+        ("layers.0.self_attn.o_proj", "no tensors for model.layers.0.self_attn.o_proj.weight"),
+    ],
 )
 def test_examine_index_that_lacks_experts_says_which(dropped, words, tiny_checkpoint):
     folder = tiny_checkpoint("qwen3_moe")

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from mira_engine.checkpoint import shards as shards_module
 from mira_engine.checkpoint.shards import INDEX_FILE, SINGLE_FILE, CheckpointShards
 from mira_engine.errors import CheckpointError
 from safetensors.torch import save_file
@@ -113,6 +114,88 @@ def test_index_that_names_a_tensor_its_shard_lacks_is_refused(folder):
     write_index(folder, {"a.weight": SHARDS[1]})
     with pytest.raises(CheckpointError, match=rf"{SHARDS[1]} lacks the tensor a\.weight"):
         CheckpointShards(folder)
+
+
+def test_index_that_names_a_file_that_is_absent_names_it(folder):
+    write_index(folder, {"a.weight": SHARDS[0], "b.weight": "model-00009-of-00009.safetensors"})
+    with pytest.raises(CheckpointError, match="model-00009-of-00009.safetensors is missing"):
+        CheckpointShards(folder)
+
+
+def test_index_older_than_its_files_gives_way_to_their_headers(folder):
+    save_file({"a.weight": torch.zeros(1), "late.weight": torch.ones(3)}, folder / SHARDS[0])
+    write_index(folder, {"b.weight": SHARDS[0], "a.weight": SHARDS[0], "c.weight": SHARDS[1]})
+    save_file({"b.weight": torch.ones(2), "c.weight": torch.ones(5)}, folder / SHARDS[1])
+    shards = CheckpointShards(folder)
+    assert list(shards) == ["b.weight", "a.weight", "c.weight", "late.weight"]
+    assert shards["b.weight"].path == folder / SHARDS[1]
+    assert torch.equal(shards.read("late.weight"), torch.ones(3))
+
+
+def test_index_decides_between_two_files_that_hold_a_tensor(folder):
+    for value, name in enumerate(SHARDS):
+        save_file({"a.weight": torch.full((2,), float(value))}, folder / name)
+    write_index(folder, {"a.weight": SHARDS[1], "x": SHARDS[0]})
+    with pytest.raises(CheckpointError, match=rf"{SHARDS[0]} lacks the tensor x"):
+        CheckpointShards(folder)
+    save_file({"a.weight": torch.zeros(2), "x": torch.ones(1)}, folder / SHARDS[0])
+    assert torch.equal(CheckpointShards(folder).read("a.weight"), torch.ones(2))
+
+
+def test_tensor_in_two_files_that_the_index_does_not_know_is_refused(folder):
+    for name, key in zip(SHARDS, ("a.weight", "b.weight"), strict=True):
+        save_file({key: torch.ones(1), "twice.weight": torch.ones(1)}, folder / name)
+    with pytest.raises(CheckpointError, match=r"both hold the tensor twice\.weight") as caught:
+        CheckpointShards(folder)
+    assert all(name in caught.value.message for name in SHARDS)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("pytorch_model-00001-of-00002.safetensors", "pytorch_model-00002-of-00002.safetensors"),
+        ("part-00000-of-00002.safetensors", "part-00001-of-00002.safetensors"),
+        ("experts.safetensors", "rest.safetensors"),
+        ("consolidated.safetensors", "consolidated2.safetensors"),
+    ],
+)
+def test_files_of_any_name_without_an_index_are_read_together(folder, names):
+    before = {key: CheckpointShards(folder).read(key) for key in ("a.weight", "b.weight")}
+    (folder / INDEX_FILE).unlink()
+    for old, new in zip(SHARDS, names, strict=True):
+        (folder / old).rename(folder / new)
+    shards = CheckpointShards(folder)
+    assert sorted(shards) == ["a.weight", "b.weight"]
+    assert all(torch.equal(shards.read(key), before[key]) for key in shards)
+
+
+@pytest.mark.parametrize("stem", ["model", "pytorch_model", "x-1"])
+def test_file_missing_of_a_numbered_set_without_an_index_is_named(tmp_path, stem):
+    for number in (1, 3):
+        path = tmp_path / f"{stem}-0000{number}-of-00003.safetensors"
+        save_file({f"{number}.weight": torch.ones(1)}, path)
+    with pytest.raises(CheckpointError, match=f"{stem}-00002-of-00003.safetensors is missing"):
+        CheckpointShards(tmp_path)
+
+
+def test_same_tensor_in_two_loose_files_is_refused(folder):
+    (folder / INDEX_FILE).unlink()
+    save_file({"a.weight": torch.ones(1)}, folder / "other.safetensors")
+    with pytest.raises(CheckpointError, match=r"both hold the tensor a\.weight"):
+        CheckpointShards(folder)
+
+
+def test_read_rows_takes_no_more_than_the_rows(folder, monkeypatch):
+    lengths, original = [], shards_module.read_bytes
+
+    def counted(path, offset, num_bytes):
+        lengths.append(num_bytes)
+        return original(path, offset, num_bytes)
+
+    monkeypatch.setattr(shards_module, "read_bytes", counted)
+    rows = CheckpointShards(folder).read_rows("a.weight", 1, 3)
+    assert torch.equal(rows, torch.arange(24, dtype=torch.float32).reshape(4, 3, 2)[1:3])
+    assert lengths == [2 * 3 * 2 * 4]
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"weight_map": 3}', '{"metadata": {}}'])

@@ -1,13 +1,14 @@
 """Which of transformers' model classes a checkpoint's configuration asks for.
 
 Decides from `config.json` alone what is refused: remote code, unknown families, weights
-that are quantised already. Opens no weight file and runs no code of the checkpoint.
+in a form that is not read. Opens no weight file and runs no code of the checkpoint.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -17,36 +18,31 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ..errors import CheckpointError, UnknownModelError, UnsupportedModelError
+from .quantisation import Quantisation, quantisation_of, refusal_of
 
 
 def load_config(folder: Path, *, is_quantised_read: bool = False) -> PreTrainedConfig:
     """Reads a checkpoint's configuration and refuses what the engine cannot run.
 
     No weight file is opened. Repositories that ship code beside a family which
-    transformers has itself are read with transformers' own classes.
+    transformers has itself are read with transformers' own classes. What is returned
+    describes the float model, however its weights are stored.
 
     Args:
         folder: Where `config.json` is.
-        is_quantised_read: Whether to read the configuration of quantised weights as well: for
-            sizes, not to run them.
+        is_quantised_read: Whether to read the configuration of weights in a form that is
+            refused as well: for sizes, or for a draft.
 
     Raises:
         UnknownModelError: The folder has no `config.json`.
         CheckpointError: `config.json` cannot be read.
-        UnsupportedModelError: Remote code is needed, or the weights are quantised already.
+        UnsupportedModelError: Remote code is needed, or the weights are in a form that is
+            not read.
     """
     path = folder / "config.json"
-    if not path.exists():
-        raise UnknownModelError(f"{folder} has no config.json.", hint="Give a model's folder.")
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-        family = str(fields.get("model_type", ""))
-        has_code = bool(fields.get("auto_map"))
-        quantisation = fields.get("quantization_config")
-    except (ValueError, AttributeError, OSError) as error:
-        raise CheckpointError(
-            f"{path} is no model configuration.", hint="Download that file again."
-        ) from error
+    fields = _read_fields(folder)
+    family = str(fields.get("model_type", ""))
+    has_code = bool(fields.get("auto_map"))
     if family not in CONFIG_MAPPING:
         if has_code:
             raise UnsupportedModelError(
@@ -58,13 +54,9 @@ def load_config(folder: Path, *, is_quantised_read: bool = False) -> PreTrainedC
             f"The model family {family!r} is unknown to transformers {transformers.__version__}.",
             hint="Pick another model.",
         )
-    if quantisation and not is_quantised_read:
-        method = quantisation.get("quant_method", "unknown")
-        raise UnsupportedModelError(
-            f"This {family} checkpoint is already quantised ({method}); only float weights are "
-            "read so far.",
-            hint="Pick the bfloat16 form of the model.",
-        )
+    quantisation = quantisation_of(fields)
+    if quantisation is not None and not quantisation.form.is_float and not is_quantised_read:
+        raise refusal_of(quantisation, family, folder, fields)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (
@@ -84,7 +76,37 @@ def load_config(folder: Path, *, is_quantised_read: bool = False) -> PreTrainedC
             "here.",
             hint="Pick a family that transformers has itself.",
         )
+    for part in (config, config.get_text_config()):
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
     return config
+
+
+def load_quantisation(folder: Path) -> Quantisation | None:
+    """Returns how the checkpoint's weights are stored, `None` where they are float.
+
+    Raises:
+        UnknownModelError: The folder has no `config.json`.
+        CheckpointError: `config.json` cannot be read.
+    """
+    return quantisation_of(_read_fields(folder))
+
+
+def _read_fields(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not path.exists():
+        raise UnknownModelError(f"{folder} has no config.json.", hint="Give a model's folder.")
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise CheckpointError(
+            f"{path} is no model configuration.", hint="Download that file again."
+        ) from error
+    if not isinstance(fields, dict):
+        raise CheckpointError(
+            f"{path} is no model configuration.", hint="Download that file again."
+        )
+    return fields
 
 
 def _native_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:

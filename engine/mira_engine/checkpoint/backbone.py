@@ -1,8 +1,9 @@
 """The backbone: a checkpoint without its experts, as transformers reads it.
 
 A folder with the configuration, tokenizer and templates as they were, and the non-expert
-weights under the checkpoint's own keys, so that plain `from_pretrained` loads them. Made
-under another name and renamed when whole.
+weights under the checkpoint's own keys, so that plain `from_pretrained` loads them. Weights
+that were quantised are float here, and the configuration says nothing of how they were
+stored. Made under another name and renamed when whole.
 """
 
 from __future__ import annotations
@@ -10,12 +11,16 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from itertools import zip_longest
 from pathlib import Path
+
+import torch
 
 from ..errors import CheckpointError
 from .experts import CheckpointExperts
 from .files import BACKBONE_MARKER
 from .progress import Progress
+from .quantisation import quantisation_of, without_quantisation
 from .shards import SINGLE_FILE
 from .writing import TensorFileWriter, disk_errors, partial_path, write_json
 
@@ -101,6 +106,7 @@ def write_backbone(
                 target = partial / path.relative_to(checkpoint.folder)
                 target.parent.mkdir(exist_ok=True)
                 shutil.copyfile(path, target)
+        _describe_as_float(partial / "config.json")
         write_json(partial / BACKBONE_MARKER, {"version": BACKBONE_VERSION, "revision": revision})
         with disk_errors(folder):
             if folder.exists():
@@ -110,9 +116,15 @@ def write_backbone(
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def _describe_as_float(path: Path) -> None:
+    fields = json.loads(path.read_text(encoding="utf-8"))
+    if quantisation_of(fields) is not None:
+        write_json(path, without_quantisation(fields))
+
+
 def _write_weights(checkpoint: CheckpointExperts, path: Path, progress: Progress) -> None:
     shards = checkpoint.shards
-    specs = {key: (shards[key].dtype, shards[key].shape) for key in checkpoint.backbone_keys}
+    specs = {key: (shards[key].dtype, shards[key].shape) for key in kept_keys(checkpoint)}
     if not specs:
         raise CheckpointError(
             f"{checkpoint.folder} holds experts only.", hint="Download the checkpoint again."
@@ -124,3 +136,25 @@ def _write_weights(checkpoint: CheckpointExperts, path: Path, progress: Progress
                 progress.report(
                     "backbone", writer.num_bytes, writer.total_bytes, "bytes", "all but the experts"
                 )
+
+
+def kept_keys(checkpoint: CheckpointExperts) -> list[str]:
+    """Returns the tensors that the backbone has: all but the experts and bare copies.
+
+    A tensor that only repeats the one it is tied to is left out, for transformers ties them.
+    One with other values stays: the configuration is wrong, and transformers does not tie.
+    """
+    return [key for key in checkpoint.backbone_keys if not _is_copy(checkpoint, key)]
+
+
+def _is_copy(checkpoint: CheckpointExperts, key: str) -> bool:
+    original = checkpoint.tied_keys.get(key)
+    if original is None:
+        return False
+    shards = checkpoint.shards
+    if not (shards[key].path.exists() and shards[original].path.exists()):
+        return False  # Where shards come one after another, both are kept and told apart later.
+    if (shards[key].dtype, shards[key].shape) != (shards[original].dtype, shards[original].shape):
+        return False
+    pairs = zip_longest(shards.pieces(key), shards.pieces(original))
+    return all(torch.equal(piece, other) for piece, other in pairs)

@@ -2,16 +2,15 @@
 
 Owns the knowledge of transformers' experts interface (the flags its decorator puts on a
 module) and of its checkpoint key mapping. `find_expert_modules` looks at a model on the
-meta device, `CheckpointExperts` reads one expert at a time from disk. Both build on
-transformers internals (`core_model_loading`, `conversion_mapping`) that have a contract
-test. Runs in any thread; holds no open file.
+meta device, `CheckpointExperts` reads one expert at a time from disk, whatever form its
+weights are stored in. Both build on transformers internals (`core_model_loading`,
+`conversion_mapping`) that have a contract test. Runs in any thread; holds no open file.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,27 +20,22 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
-    Concatenate,
-    Interleave,
-    MergeModulelist,
-    Transpose,
     WeightConverter,
     WeightRenaming,
-    apply_renamings,
     dot_natural_key,
     rename_source_key,
 )
 
 from ..errors import CheckpointError, UnsupportedModelError
 from ..types import ExpertShape
-from .architecture import load_config, meta_model
+from .architecture import load_config, load_quantisation, meta_model
+from .expert_sources import ExpertSources
+from .float_shards import as_float
 from .formats import ExpertTensors
 from .shards import CheckpointShards
 
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "num_experts")
 _NUM_EXPERTS_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_PER_EXPERT_OPS = (MergeModulelist, Concatenate, Transpose, Interleave)
-"""Conversions that treat experts one by one, so that one expert can pass through alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +126,38 @@ def map_keys(model: PreTrainedModel, keys: Iterable[str]) -> Iterator[tuple[str,
         yield key, target, pattern
 
 
+def missing_weights(
+    model: PreTrainedModel, mapped: Iterable[tuple[str, str, str | None]]
+) -> list[str]:
+    """Returns what a model needs beside its experts and a checkpoint lacks, sorted.
+
+    Args:
+        model: The model on the meta device.
+        mapped: The checkpoint's keys as `map_keys` gives them.
+    """
+    split = {
+        pattern
+        for entry in get_model_conversion_mapping(model)
+        if isinstance(entry, WeightConverter) and len(entry.target_patterns) > 1
+        for pattern in entry.source_patterns
+    }
+    present: set[str] = set()
+    filled: set[str] = set()
+    for _, target, pattern in mapped:
+        present.add(target)
+        if pattern in split:  # One tensor fills several parameters beside each other.
+            filled.add(target.rpartition(".")[0].rpartition(".")[0] + ".")
+    for copy, original in model.all_tied_weights_keys.items():
+        if present & {copy, original}:
+            present |= {copy, original}
+    optional = [re.compile(each) for each in model._keys_to_ignore_on_load_missing or ()]
+    return sorted(
+        name
+        for name in set(model.state_dict()) - expert_param_names(model) - present
+        if not any(each.search(name) for each in optional) and not name.startswith(tuple(filled))
+    )
+
+
 def _no_experts(config: PreTrainedConfig) -> UnsupportedModelError:
     parts = [config, config.get_text_config(), getattr(config, "ffn_config", None)]
     counts = [getattr(part, field, None) for part in parts for field in _NUM_EXPERTS_FIELDS]
@@ -169,43 +195,55 @@ def _shape_of(module: nn.Module, family: str) -> ExpertShape:
     )
 
 
-@dataclass(slots=True)
-class _Source:
-    """Checkpoint keys of one expert parameter, by the pattern of the family's mapping."""
-
-    converter: WeightConverter | None
-    keys: dict[str, list[str]]
-
-
 class CheckpointExperts:
     """The experts of a checkpoint folder, read one at a time.
+
+    Args:
+        folder: The checkpoint.
+        shards: Its tensors as they are stored, where not all of its shards are in the folder.
 
     Attributes:
         folder: The checkpoint.
         config: Its configuration.
         modules: Its MoE layers.
-        shards: Its tensors.
+        shards: Its tensors, float however they are stored.
         backbone_keys: Checkpoint keys of everything but the experts, in file order; keys
             that the model has no parameter for (other heads, say) are left out.
+        tied_keys: Of these the ones that the configuration says are copies of another, each
+            with that other.
 
     Raises:
         UnsupportedModelError: As `load_config` and `find_expert_modules` say; known from
             the configuration alone, before any weight file is opened.
-        CheckpointError: A shard is damaged, or an expert's tensors are missing.
+        CheckpointError: A shard is damaged, or tensors are missing or of another shape.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, shards: CheckpointShards | None = None) -> None:
         self.folder = folder
         self.config = load_config(folder)
         self._model = meta_model(self.config)
         self.modules = find_expert_modules(self._model)
         self._modules_by_name = dict(expert_modules_of(self._model))
-        self.shards = CheckpointShards(folder)
-        self._sources: dict[str, _Source] = {}
-        self.backbone_keys = self._map_keys()
-        for module in self.modules:
-            for param in self._param_names(module):
-                self._check_source(module, f"{module.name}.{param}")
+        stored = CheckpointShards(folder) if shards is None else shards
+        self.shards = as_float(stored, load_quantisation(folder))
+        params = {
+            f"{module.name}.{name}": tuple(param.shape)
+            for module in self.modules
+            for name, param in self._raw(module).named_parameters(recurse=False)
+        }
+        mapped = tuple(map_keys(self._model, self.shards))
+        experts = (each for each in mapped if each[1] in params)
+        self._sources = ExpertSources(self._model, params, experts, self.shards, folder)
+        self._check_backbone(mapped)
+        state = self._model.state_dict()
+        keys_of = {target: key for key, target, _ in mapped if target in state}
+        backbone = {key for key, target, _ in mapped if target in state and target not in params}
+        self.backbone_keys = [key for key in self.shards if key in backbone]
+        self.tied_keys = {
+            keys_of[copy]: keys_of[original]
+            for copy, original in self._model.all_tied_weights_keys.items()
+            if copy in keys_of and original in keys_of
+        }
 
     @property
     def num_experts(self) -> int:
@@ -221,14 +259,15 @@ class CheckpointExperts:
     def dtype(self) -> torch.dtype:
         """Element type of the first expert's first matrix in the checkpoint."""
         target = f"{self.modules[0].name}.down_proj"
-        return self.shards[next(iter(self._sources[target].keys.values()))[0]].dtype
+        return self.shards[self._sources.first_key(target)].dtype
 
     def load(self, layer: int, expert: int) -> ExpertTensors:
         """Reads one expert, `[out, in]`, in the checkpoint's dtype; nothing else is read.
 
+        A stored form that is not float counts as bfloat16.
+
         Raises:
-            CheckpointError: A shard cannot be read.
-            UnsupportedModelError: The family's mapping gives another shape than the model's.
+            CheckpointError: A shard cannot be read, or a stored scale is nan or infinity.
         """
         module = self.modules[layer]
         if not 0 <= expert < module.num_experts:
@@ -253,115 +292,25 @@ class CheckpointExperts:
     def _raw(self, module: ExpertModule) -> Any:
         return self._modules_by_name[module.name]
 
-    def _param_names(self, module: ExpertModule) -> list[str]:
-        return [name for name, _ in self._raw(module).named_parameters()]
-
     def _load_param(self, module: ExpertModule, param: str, expert: int) -> torch.Tensor:
-        """Runs the family's own conversion on one expert's tensors: `[a, b]` or `[n]`."""
-        target = f"{module.name}.{param}"
-        source = self._sources[target]
-        expected = tuple(getattr(self._raw(module), param).shape[1:])
-        if source.converter is None:
-            (key,) = next(iter(source.keys.values()))
-            value = self.shards.read(key, row=expert)
-        else:
-            converter = deepcopy(source.converter)
-            for pattern, keys in source.keys.items():
-                if "*" in pattern:
-                    key, tensor = keys[expert], self.shards.read(keys[expert])
-                else:
-                    key, tensor = keys[0], self.shards.read(keys[0], row=expert)
-                converter.add_tensor(target, key, pattern, tensor)
-            value = converter.convert(target, model=self._model, config=self.config)[target]
-        if tuple(value.shape) != (1, *expected):
-            raise UnsupportedModelError(
-                f"Experts of this {self.config.model_type} checkpoint cannot be read one by one: "
-                f"{target} gives {tuple(value.shape)}, expected {(1, *expected)}.",
-                hint="Pick a model of another family.",
-            )
-        return value[0]
+        return self._sources.read(f"{module.name}.{param}", expert, self.shards.read)
 
-    def _map_keys(self) -> list[str]:
-        """Sorts every checkpoint key into experts' sources and the backbone."""
-        mapping = get_model_conversion_mapping(self._model)
-        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-        by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
-        state = self._model.state_dict()
-        expert_params = expert_param_names(self._model)
-        backbone = set()
-        for key, target, pattern in map_keys(self._model, self.shards):
-            if target in expert_params:
-                converter = by_pattern[pattern] if pattern is not None else None
-                source = self._sources.setdefault(target, _Source(converter=converter, keys={}))
-                source.keys.setdefault(pattern or key, []).append(key)
-            elif target in state:
-                backbone.add(key)
-        for source in self._sources.values():
-            for pattern, keys in source.keys.items():
-                if "*" in pattern:
-                    source.keys[pattern] = _by_expert(pattern, keys, renamings)
-        return [key for key in self.shards if key in backbone]
-
-    def _check_source(self, module: ExpertModule, target: str) -> None:
-        source = self._sources.get(target)
-        if source is None:
-            raise CheckpointError(
-                f"{self.folder} has no tensors for {target}.", hint="Download the checkpoint again."
-            )
-        if source.converter is not None:
-            self._check_converter(source, target)
-        for pattern, keys in source.keys.items():
-            if source.converter is not None and "*" in pattern:
-                if len(keys) != module.num_experts:
-                    raise CheckpointError(
-                        f"{self.folder} has {len(keys)} experts for {target}, "
-                        f"{module.num_experts} expected.",
-                        hint="Download the checkpoint again.",
-                    )
-            elif len(keys) != 1 or self.shards[keys[0]].shape[:1] != (module.num_experts,):
-                raise CheckpointError(
-                    f"{self.shards[keys[0]].path} holds no tensor of {module.num_experts} experts "
-                    f"for {target}.",
-                    hint="Download the checkpoint again.",
-                )
-
-    def _check_converter(self, source: _Source, target: str) -> None:
-        converter = source.converter
-        assert converter is not None
-        if not all(isinstance(op, _PER_EXPERT_OPS) for op in converter.operations):
-            raise UnsupportedModelError(
-                f"The family {self.config.model_type} mixes experts with one another when it "
-                "loads, so they cannot be read one by one.",
-                hint="Pick a model of another family.",
-            )
-        missing = [name for name in converter.source_patterns if name not in source.keys]
+    def _check_backbone(self, mapped: Iterable[tuple[str, str, str | None]]) -> None:
+        """Refuses a checkpoint that lacks a weight, or has one of another shape."""
+        missing = missing_weights(self._model, mapped)
         if missing:
             raise CheckpointError(
-                f"{self.folder} has no {missing[0]} for {target}.",
-                hint="Download the checkpoint again.",
+                f"{self.folder} has no tensor for {missing[0]}"
+                + (f" and {len(missing) - 1} more weights." if len(missing) > 1 else "."),
+                hint="Download the checkpoint again, or pick another one of this model.",
             )
-        # A transposition that looks at the whole parameter's shape is decided here, once,
-        # because a single expert's slice never equals it.
-        if any(isinstance(op, Transpose) and op.check_dims for op in converter.operations):
-            (keys,) = source.keys.values()
-            if self.shards[keys[0]].shape == tuple(self._model.get_parameter(target).shape):
-                source.converter = None
-
-
-def _by_expert(pattern: str, keys: Iterable[str], renamings: list[WeightRenaming]) -> list[str]:
-    """Orders per-expert keys by the index in them and asserts 0..E-1, each once."""
-    expression = re.compile(pattern.replace("*.", r"(?P<expert>\d+)\."))
-    numbered: dict[int, str] = {}
-    for key in keys:
-        match = expression.search(apply_renamings(key, renamings))
-        if match is None or int(match["expert"]) in numbered:
-            raise CheckpointError(f"The expert of the tensor {key} is not clear.")
-        numbered[int(match["expert"])] = key
-    for expected, found in enumerate(sorted(numbered)):
-        if expected != found:
-            raise CheckpointError(
-                f"Expert {expected} is missing beside {numbered[found]}.",
-                hint="Download the checkpoint again.",
-            )
-    return [numbered[index] for index in sorted(numbered)]
+        state = self._model.state_dict()
+        for key, target, pattern in mapped:
+            found = self.shards[key]
+            is_copied = pattern is None and target in state and target not in self._sources
+            if is_copied and found.shape != tuple(state[target].shape):
+                raise CheckpointError(
+                    f"{found.path} holds {key} of shape {found.shape}, the model needs "
+                    f"{tuple(state[target].shape)}.",
+                    hint="Download this file again, or the whole checkpoint.",
+                )

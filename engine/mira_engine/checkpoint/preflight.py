@@ -19,15 +19,17 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..errors import CheckpointError, FormatError, MiraError, UnsupportedModelError
 from ..types import ExpertShape, Precision
-from .architecture import load_config, meta_model
+from .architecture import load_config, load_quantisation, meta_model
 from .experts import (
     ExpertModule,
     expert_modules_of,
     expert_param_names,
     find_expert_modules,
     map_keys,
+    missing_weights,
 )
 from .formats import make_format
+from .quantisation import Quantisation, StoredForm
 from .store import StoreManifest
 
 SPARE_BYTES = 16 << 20
@@ -35,8 +37,9 @@ SPARE_BYTES = 16 << 20
 
 _QUANTISED = (
     (re.compile(r"_(blocks|scales)$"), ""),
-    (re.compile(r"\.weight_scale(_inv)?$"), ".weight"),
-    (re.compile(r"\.(qweight|qzeros|scales|g_idx)$"), ".weight"),
+    (re.compile(r"(?<=\.)(activation|input)_scale$"), "weight"),
+    (re.compile(r"(?<=\.weight)_scale$|_scale_inv$"), ""),
+    (re.compile(r"(?<=\.)(qweight|qzeros|scales|g_idx)$"), "weight"),
 )
 """Names that stored quantisations add, and the tensor that they belong to."""
 
@@ -46,6 +49,9 @@ _SKIPPED = re.compile(
     r"|rotary_emb\.inv_freq$"
 )
 """Parts beside the text model: heads for several tokens ahead, towers for images and sound."""
+
+_Mapped = tuple[str, str, str | None]
+"""A tensor, the parameter it goes to and the mapping's pattern, as of `map_keys`."""
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
@@ -73,6 +79,7 @@ class Preflight:
         problem: Why the engine cannot run the model, `None` where it can.
         layer_shards: For each MoE layer the shards with its experts; empty without names.
         shard_bytes: Of each weight file; empty where not known.
+        is_quantised: Whether weights are stored in another form than float.
     """
 
     config: PreTrainedConfig
@@ -84,6 +91,7 @@ class Preflight:
     problem: MiraError | None
     layer_shards: tuple[frozenset[str], ...] = ()
     shard_bytes: Mapping[str, int]
+    is_quantised: bool = False
 
     @property
     def shape(self) -> ExpertShape | None:
@@ -97,9 +105,12 @@ class Preflight:
 
     @property
     def backbone_bytes(self) -> int:
-        """Of everything but the experts, as it is kept: in the checkpoint's own type."""
+        """Of everything but the experts, as it is kept: in the checkpoint's own float type.
+
+        Quantised weights are kept in bfloat16.
+        """
         width = 2
-        if not _is_quantised(self.config) and self.num_parameters:
+        if not self.is_quantised and self.num_parameters:
             width = min(
                 (1, 2, 4, 8), key=lambda w: abs(w - self.weights_bytes / self.num_parameters)
             )
@@ -187,8 +198,13 @@ def examine(
         UnsupportedModelError: The family is unknown, dense, needs code of its own, or keeps
             its experts where the engine does not find them.
     """
-    config = load_config(folder, is_quantised_read=True)
-    figures = figures_of(config, keys=keys, shard_bytes=shard_bytes, weights_bytes=weights_bytes)
+    figures = figures_of(
+        load_config(folder, is_quantised_read=True),
+        quantisation=load_quantisation(folder),
+        keys=keys,
+        shard_bytes=shard_bytes,
+        weights_bytes=weights_bytes,
+    )
     try:
         load_config(folder)
     except UnsupportedModelError as error:
@@ -199,6 +215,7 @@ def examine(
 def figures_of(
     config: PreTrainedConfig,
     *,
+    quantisation: Quantisation | None = None,
     keys: Mapping[str, str] | None = None,
     shard_bytes: Mapping[str, int] | None = None,
     weights_bytes: int | None = None,
@@ -214,18 +231,21 @@ def figures_of(
     routed = {id(p) for _, module in expert_modules_of(model) for p in module.parameters()}
     parameters = {id(p): p.numel() for p in model.parameters()}
     num_parameters = sum(parameters.values())
-    kinds = Counter(kind for _, kind in classify_keys(model, keys or ()))
+    num_routed = sum(n for key, n in parameters.items() if key in routed)
+    mapped = tuple(_mapped(model, keys or ()))
+    kinds = Counter(kind for _, kind in _classified(model, mapped))
     whole = weights_bytes if weights_bytes is not None else sum(sizes.values())
     return Preflight(
         config=config,
         modules=modules,
         num_parameters=num_parameters,
-        num_expert_parameters=sum(n for key, n in parameters.items() if key in routed),
-        weights_bytes=whole or num_parameters * 2,
+        num_expert_parameters=num_routed,
+        weights_bytes=whole or _usual_bytes(model, quantisation, num_parameters, num_routed),
         kinds=kinds,
-        problem=_unfit_shape(modules[0].shape) or (_gaps(model, keys) if keys else None),
-        layer_shards=_layer_shards(model, modules, keys or {}),
+        problem=_unfit_shape(modules[0].shape) or (_gaps(model, mapped) if keys else None),
+        layer_shards=_layer_shards(modules, mapped, keys or {}),
         shard_bytes=sizes,
+        is_quantised=quantisation is not None,
     )
 
 
@@ -239,10 +259,14 @@ def classify_keys(model: PreTrainedModel, keys: Iterable[str]) -> Iterator[tuple
     Yields:
         The key as it is in the checkpoint, and its kind.
     """
+    yield from _classified(model, _mapped(model, keys))
+
+
+def _classified(model: PreTrainedModel, mapped: Iterable[_Mapped]) -> Iterator[tuple[str, KeyKind]]:
     experts, state = expert_param_names(model), set(model.state_dict())
     ignored = [re.compile(each) for each in model._keys_to_ignore_on_load_unexpected or ()]
     num_layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
-    for key, target, _ in _mapped(model, keys):
+    for key, target, _ in mapped:
         layer = _LAYER.search(key)
         if target in experts:
             yield key, KeyKind.EXPERT
@@ -259,17 +283,36 @@ def classify_keys(model: PreTrainedModel, keys: Iterable[str]) -> Iterator[tuple
             yield key, KeyKind.UNKNOWN
 
 
-def _mapped(model: PreTrainedModel, keys: Iterable[str]) -> Iterator[tuple[str, str, str | None]]:
+def _mapped(model: PreTrainedModel, keys: Iterable[str]) -> Iterator[_Mapped]:
     """As `map_keys`, for keys of stored quantisations as well."""
     plain: dict[str, list[str]] = {}
     for key in keys:
-        name = key
-        for pattern, replacement in _QUANTISED:
-            name = pattern.sub(replacement, name)
-        plain.setdefault(name, []).append(key)
+        plain.setdefault(_plain_name(key), []).append(key)
     for name, target, pattern in map_keys(model, plain):
         for key in plain[name]:
             yield key, target, pattern
+
+
+def _plain_name(key: str) -> str:
+    """Returns the name that a tensor, or the one that it belongs to, has in float checkpoints."""
+    for pattern, replacement in _QUANTISED:
+        key = pattern.sub(replacement, key)
+    return key
+
+
+def _usual_bytes(
+    model: PreTrainedModel, quantisation: Quantisation | None, num_parameters: int, num_routed: int
+) -> int:
+    """Returns about what weight files take whose lengths are not known."""
+    num_others = num_parameters - num_routed
+    form = quantisation.form if quantisation is not None else None
+    if form is StoredForm.MXFP4:
+        return num_routed * 17 // 32 + num_others * 2  # 16 bytes and a scale for 32 weights.
+    if form is StoredForm.FP8:
+        ends = {model.get_input_embeddings(), model.get_output_embeddings()} - {None}
+        weights = {id(end.weight): end.weight.numel() for end in ends}
+        return num_parameters + sum(weights.values())  # The embeddings stay in two bytes.
+    return num_parameters * 2
 
 
 def _unfit_shape(shape: ExpertShape) -> FormatError | None:
@@ -284,9 +327,10 @@ def _unfit_shape(shape: ExpertShape) -> FormatError | None:
     return None
 
 
-def _gaps(model: PreTrainedModel, keys: Iterable[str]) -> MiraError | None:
-    """Returns what an index lacks of the experts, `None` where it names them all."""
-    counts = Counter((target, pattern) for _, target, pattern in map_keys(model, keys))
+def _gaps(model: PreTrainedModel, mapped: tuple[_Mapped, ...]) -> MiraError | None:
+    """Returns what an index lacks, `None` where it names all weights."""
+    plain = {_plain_name(key): (target, pattern) for key, target, pattern in mapped}
+    counts = Counter(plain.values())
     present = {target for target, _ in counts}
     for name, module in expert_modules_of(model):
         for param, _ in module.named_parameters():
@@ -298,7 +342,8 @@ def _gaps(model: PreTrainedModel, keys: Iterable[str]) -> MiraError | None:
                     return _incomplete(
                         f"{number} experts for {target}, {module.num_experts} expected"
                     )
-    return None
+    missing = missing_weights(model, mapped)
+    return _incomplete(f"no tensors for {missing[0]}") if missing else None
 
 
 def _incomplete(what: str) -> CheckpointError:
@@ -308,16 +353,12 @@ def _incomplete(what: str) -> CheckpointError:
 
 
 def _layer_shards(
-    model: PreTrainedModel, modules: tuple[ExpertModule, ...], keys: Mapping[str, str]
+    modules: tuple[ExpertModule, ...], mapped: Iterable[_Mapped], keys: Mapping[str, str]
 ) -> tuple[frozenset[str], ...]:
     layers = {module.name: module.layer for module in modules}
     shards: list[set[str]] = [set() for _ in modules]
-    for key, target, _ in _mapped(model, keys):
+    for key, target, _ in mapped:
         layer = layers.get(target.rpartition(".")[0])
         if layer is not None:
             shards[layer].add(keys[key])
     return tuple(frozenset(each) for each in shards) if keys else ()
-
-
-def _is_quantised(config: PreTrainedConfig) -> bool:
-    return getattr(config, "quantization_config", None) is not None

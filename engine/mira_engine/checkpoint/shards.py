@@ -11,7 +11,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
@@ -24,6 +25,7 @@ INDEX_FILE = "model.safetensors.index.json"
 
 _LFS_PREFIX = b"version https://git-lfs"
 _MAX_HEADER_BYTES = 100_000_000
+_NUMBERED = re.compile(r"(?P<stem>.*?)(?P<number>\d+)-of-(?P<total>\d{1,5})\.safetensors")
 _REDOWNLOAD = "Download this file again, or the whole checkpoint."
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
@@ -39,6 +41,7 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
 """safetensors' names of the element types that a checkpoint may hold."""
 
@@ -65,9 +68,13 @@ class TensorLocation:
 class CheckpointShards(Mapping[str, TensorLocation]):
     """All tensors of a checkpoint folder, by key, in the order of the file or index.
 
+    They are in one file, in the files that an index names, or in whatever safetensors files
+    there are. What the files' own headers say holds: an index may be older than they are.
+
     Raises:
         CheckpointError: No weights, or a shard is missing, truncated, a Git LFS pointer,
-            unreadable, or named outside the folder. The message names the file.
+            unreadable, or named outside the folder, or a tensor is in two files. The message
+            names the file.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -79,10 +86,7 @@ class CheckpointShards(Mapping[str, TensorLocation]):
         elif (folder / INDEX_FILE).exists():
             self._read_index(folder / INDEX_FILE)
         else:
-            raise CheckpointError(
-                f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}.",
-                hint="Only safetensors weights are read; convert or download that form.",
-            )
+            self._read_all()
 
     def _read_index(self, index: Path) -> None:
         try:
@@ -91,13 +95,50 @@ class CheckpointShards(Mapping[str, TensorLocation]):
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{index} is no weight index.", hint=_REDOWNLOAD) from error
         headers = {name: read_header(_inside(self.folder, name)) for name in _unique(shard_of)}
+        holders = _holders(headers)
         for key, name in shard_of.items():
-            if key not in headers[name]:
+            if key not in holders:
                 raise CheckpointError(
                     f"{self.folder / name} lacks the tensor {key} that {index.name} says it holds.",
                     hint=_REDOWNLOAD,
                 )
+            if key not in headers[name]:
+                name = self._only_holder(key, holders[key])
             self._locations[key] = headers[name][key]
+        for key in holders:
+            if key not in shard_of:
+                self._locations[key] = headers[self._only_holder(key, holders[key])][key]
+
+    def _read_all(self) -> None:
+        names = sorted(path.name for path in self.folder.glob("*.safetensors"))
+        if not names:
+            raise CheckpointError(
+                f"{self.folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}, nor any other "
+                "safetensors file.",
+                hint="Only safetensors weights are read; convert or download that form.",
+            )
+        absent = _absent_numbers(names)
+        if absent:
+            raise CheckpointError(
+                f"{self.folder / absent[0]} is missing.",
+                hint="Download it; the other files of that name say it belongs to them.",
+            )
+        headers = {name: read_header(self.folder / name) for name in names}
+        for key, holders in _holders(headers).items():
+            self._locations[key] = headers[self._only_holder(key, holders)][key]
+
+    def _only_holder(self, key: str, holders: list[str]) -> str:
+        if len(holders) > 1:
+            raise CheckpointError(
+                f"{self.folder / holders[0]} and {holders[1]} both hold the tensor {key}, and "
+                "nothing says which is meant.",
+                hint="Keep one set of weight files in the folder.",
+            )
+        return holders[0]
+
+    def shard_of(self, key: str) -> str:
+        """Returns the name of the shard that holds a tensor, as the index has it."""
+        return self._locations[key].path.relative_to(self.folder).as_posix()
 
     def __getitem__(self, key: str) -> TensorLocation:
         return self._locations[key]
@@ -114,13 +155,22 @@ class CheckpointShards(Mapping[str, TensorLocation]):
         Raises:
             CheckpointError: The file is shorter than it was, or cannot be read.
         """
-        where = self._locations[key]
-        shape, offset, num_bytes = where.shape, where.offset, where.num_bytes
         if row is not None:
-            num_bytes //= shape[0]
-            offset += row * num_bytes
-            shape = (1, *shape[1:])
-        return read_bytes(where.path, offset, num_bytes).view(where.dtype).reshape(shape)
+            return self.read_rows(key, row, row + 1)
+        where = self._locations[key]
+        whole = read_bytes(where.path, where.offset, where.num_bytes)
+        return whole.view(where.dtype).reshape(where.shape)
+
+    def read_rows(self, key: str, start: int, stop: int) -> torch.Tensor:
+        """Reads `tensor[start:stop]` of a tensor that has a first dimension.
+
+        Raises:
+            CheckpointError: The file is shorter than it was, or cannot be read.
+        """
+        where = self._locations[key]
+        row_bytes = where.num_bytes // where.shape[0]
+        rows = read_bytes(where.path, where.offset + start * row_bytes, (stop - start) * row_bytes)
+        return rows.view(where.dtype).reshape(stop - start, *where.shape[1:])
 
     def pieces(self, key: str, piece_bytes: int = 64 << 20) -> Iterator[torch.Tensor]:
         """Reads one tensor's bytes in order, uint8, at most `piece_bytes` at a time.
@@ -242,3 +292,26 @@ def _inside(folder: Path, name: str) -> Path:
 
 def _unique(shard_of: Mapping[str, str]) -> dict[str, None]:
     return dict.fromkeys(shard_of.values())
+
+
+def _holders(headers: Mapping[str, Mapping[str, TensorLocation]]) -> dict[str, list[str]]:
+    """Returns the files that hold each tensor, in the order of the files."""
+    found: dict[str, list[str]] = {}
+    for name, header in headers.items():
+        for key in header:
+            found.setdefault(key, []).append(name)
+    return found
+
+
+def _absent_numbers(names: Iterable[str]) -> list[str]:
+    """Returns what is missing of files that call themselves number n of N."""
+    present = set(names)
+    absent = []
+    for match in filter(None, map(_NUMBERED.fullmatch, sorted(present))):
+        width, total = len(match["number"]), int(match["total"])
+        of_number = "{stem}{number:0{width}}-of-{total}.safetensors".format
+        parts = {"stem": match["stem"], "width": width, "total": match["total"]}
+        first = 0 if of_number(number=0, **parts) in present else 1
+        names_of_all = [of_number(number=first + each, **parts) for each in range(total)]
+        absent += [name for name in names_of_all if name not in present and name not in absent]
+    return absent
