@@ -183,11 +183,12 @@ def _scale_weights(model: torch.nn.Module) -> None:
         for parameter in module.parameters(recurse=False)
     }
     embedding = model.get_input_embeddings().weight
+    embedding_scale = float(getattr(model.get_input_embeddings(), "embed_scale", 1.0))
     head = model.get_output_embeddings().weight
     routers = _router_weights(model)
     for name, parameter in model.named_parameters():
         if parameter is embedding:
-            parameter.normal_(std=0.3 if embedding is head else 1.0)
+            parameter.normal_(std=(0.3 if embedding is head else 1.0) / embedding_scale)
         elif name.endswith("bias"):
             parameter.normal_(std=0.1)
         elif ("norm" in name or name.endswith("scale")) and parameter.ndim == 1:

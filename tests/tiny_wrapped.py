@@ -90,7 +90,7 @@ WRAPPED_FAMILIES: dict[str, dict[str, object]] = {
     },
     "muse_spark": {
         "text_config": {
-            "num_hidden_layers": 4,
+            "num_hidden_layers": 3,
             "head_dim": 16,
             "intermediate_size": 96,
             "moe_hidden_size": 32,

@@ -208,16 +208,20 @@ def _kv_bytes(config: PreTrainedConfig, dtype: torch.dtype, num_tokens: int) -> 
     A growing cache holds its old and its new tensor for a moment, so one layer is
     counted twice.
     """
-    text = config.get_text_config()
-    num_heads = text.num_attention_heads
-    if getattr(text, "kv_lora_rank", None):
-        width = text.kv_lora_rank + text.qk_rope_head_dim
+    widths = [_kv_width(layer) for layer in config.get_text_config().per_layer_config]
+    return (sum(widths) + max(widths)) * num_tokens * dtype.itemsize
+
+
+def _kv_width(layer: PreTrainedConfig) -> int:
+    """Numbers that a layer of this configuration keeps of each token."""
+    num_heads = layer.num_attention_heads
+    if getattr(layer, "kv_lora_rank", None):
+        width = layer.kv_lora_rank + layer.qk_rope_head_dim
     else:
-        kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
-        head_dim = getattr(text, "head_dim", None) or text.hidden_size // num_heads
+        kv_heads = getattr(layer, "num_key_value_heads", None) or num_heads
+        head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // num_heads
         width = 2 * kv_heads * head_dim
-    width += getattr(text, "index_head_dim", None) or 0  # Keys by which tokens are chosen.
-    return (text.num_hidden_layers + 1) * width * num_tokens * dtype.itemsize
+    return width + (getattr(layer, "index_head_dim", None) or 0)  # Keys that are chosen by.
 
 
 def _workspace_bytes(
