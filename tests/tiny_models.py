@@ -183,7 +183,7 @@ def _scale_weights(model: torch.nn.Module) -> None:
         for parameter in module.parameters(recurse=False)
     }
     embedding = model.get_input_embeddings().weight
-    embedding_scale = float(getattr(model.get_input_embeddings(), "embed_scale", 1.0))
+    embedding_scale = _embedding_scale(model)
     head = model.get_output_embeddings().weight
     routers = _router_weights(model)
     for name, parameter in model.named_parameters():
@@ -204,6 +204,15 @@ def _scale_weights(model: torch.nn.Module) -> None:
             for row in buffer:
                 row.copy_(torch.randperm(model.config.n_routed_experts)[: len(row)])
     head[IM_START_ID:] *= 0.05
+
+
+def _embedding_scale(model: PreTrainedModel) -> float:
+    """How much louder than each layer's part a family makes the embedding; else a token would
+    follow itself for ever where the output layer is tied."""
+    config = model.config.get_text_config()
+    multiplier = getattr(model.get_input_embeddings(), "embed_scale", 1.0)
+    multiplier *= getattr(config, "embedding_multiplier", 1.0)
+    return float(multiplier / getattr(config, "residual_multiplier", 1.0))
 
 
 def _router_weights(model: torch.nn.Module) -> set[int]:
