@@ -112,12 +112,10 @@ class Support:
     @property
     def row(self) -> tuple[str, ...]:
         """The family's line of the table."""
-        routers = {0: "no", self.num_layers: "yes"}.get(
-            self.num_routers, f"{self.num_routers} of {self.num_layers} layers"
-        )
+        routers = {0: "no", self.num_layers: "yes"}.get(self.num_routers, "in part")
         return (
             self.family,
-            f"{_rounded_up(self.error):.0e}",
+            _rounded_up(self.error),
             "yes" if self.num_drafted else "no",
             self.takes_back,
             routers,
@@ -125,9 +123,9 @@ class Support:
         )
 
 
-def _rounded_up(error: float) -> float:
+def _rounded_up(error: float) -> str:
     """Returns the next power of ten: on another machine the digits are others."""
-    return 10.0 ** math.ceil(math.log10(error)) if error > 0 else 0.0
+    return f"{10.0 ** math.ceil(math.log10(error)):.0e}" if error > 0 else "0"
 
 
 def prompt_tokens(num_tokens: int = PROMPT_TOKENS) -> list[int]:

@@ -111,7 +111,7 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     found = _native_class(config)
     if found is not None and not found.can_generate():
         raise UnsupportedModelError(
-            f"This {config.model_type} checkpoint is a {found.__name__}, which writes no text.",
+            f"This {config.model_type} checkpoint holds {found.__name__}, which writes no text.",
             hint="Pick a model that chats.",
         )
     if found is None:
