@@ -11,24 +11,28 @@ end its text by chance; a test that wants an early end sets its own end-of-text 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 
 import torch
+from tiny_families import ATTENTION_FAMILIES
+from tiny_hybrids import HYBRID_FAMILIES
+from tiny_wrapped import WRAPPED_FAMILIES
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     GenerationConfig,
     PreTrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
 )
 
 HIDDEN_SIZE = 64
 VOCAB_SIZE = 264
 """256 bytes, the four special tokens, and four ids that no text uses."""
-
-SLIDING_WINDOW = 8
-"""Tokens. Small, so that a short text leaves the window."""
 
 IM_START_ID, IM_END_ID, END_OF_TEXT_ID, PAD_ID = 256, 257, 258, 259
 SPECIAL_TOKENS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|pad|>")
@@ -52,214 +56,13 @@ _SHARED = {
     "pad_token_id": PAD_ID,
 }
 
-_MLA = {
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 32,
-    "q_lora_rank": 32,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
-    "first_k_dense_replace": 1,
-    "moe_intermediate_size": 32,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-}
+_FAMILY_FIELDS = ATTENTION_FAMILIES | HYBRID_FAMILIES | WRAPPED_FAMILIES
 
-_MAMBA2 = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 2}
-
-_FAMILY_FIELDS: dict[str, dict[str, object]] = {
-    "mixtral": {
-        "num_hidden_layers": 2,
-        "intermediate_size": 64,
-        "num_local_experts": 4,
-        "sliding_window": SLIDING_WINDOW,
-    },
-    "qwen2_moe": {
-        "num_hidden_layers": 3,
-        "intermediate_size": 96,
-        "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 64,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "norm_topk_prob": True,
-        "use_sliding_window": True,
-        "sliding_window": SLIDING_WINDOW,
-        "max_window_layers": 1,
-    },
-    "qwen3_moe": {
-        "num_hidden_layers": 3,
-        "head_dim": 16,
-        "intermediate_size": 96,
-        "moe_intermediate_size": 32,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "mlp_only_layers": [0],
-        "use_sliding_window": True,
-        "sliding_window": SLIDING_WINDOW,
-    },
-    "deepseek_v2": {
-        **_MLA,
-        "topk_method": "group_limited_greedy",
-        "n_group": 2,
-        "topk_group": 1,
-        "n_shared_experts": 1,
-    },
-    "deepseek_v3": {**_MLA, "n_group": 2, "topk_group": 1, "n_shared_experts": 1},
-    "phimoe": {
-        "num_hidden_layers": 2,
-        "intermediate_size": 64,
-        "num_local_experts": 8,
-        "sliding_window": SLIDING_WINDOW,
-    },
-    "olmoe": {
-        "num_hidden_layers": 2,
-        "intermediate_size": 32,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-    },
-    "gpt_oss": {
-        "num_hidden_layers": 4,
-        "head_dim": 16,
-        "intermediate_size": 64,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "sliding_window": SLIDING_WINDOW,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 150000.0,
-            "factor": 32.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "truncate": False,
-            "original_max_position_embeddings": 16,
-        },
-    },
-    "glm4_moe": {
-        "num_hidden_layers": 3,
-        "head_dim": 16,
-        "intermediate_size": 96,
-        "moe_intermediate_size": 32,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
-        "first_k_dense_replace": 1,
-        "use_qk_norm": True,
-    },
-    "granitemoe": {"num_hidden_layers": 2, "intermediate_size": 32, "num_local_experts": 8},
-    "ernie4_5_moe": {
-        "num_hidden_layers": 3,
-        "intermediate_size": 96,
-        "moe_intermediate_size": 32,
-        "moe_num_experts": 8,
-        "moe_k": 2,
-        "moe_num_shared_experts": 1,
-        "moe_layer_start_index": 1,
-        "tie_word_embeddings": True,
-    },
-    "hunyuan_v1_moe": {
-        "num_hidden_layers": 2,
-        "head_dim": 16,
-        "intermediate_size": 64,
-        "num_experts": 8,
-        "moe_topk": 2,
-    },
-    "minimax_m2": {
-        "num_hidden_layers": 2,
-        "head_dim": 16,
-        "intermediate_size": 64,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-    },
-    "dots1": {
-        "num_hidden_layers": 3,
-        "intermediate_size": 96,
-        "moe_intermediate_size": 32,
-        "n_routed_experts": 8,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "first_k_dense_replace": 1,
-        "norm_topk_prob": True,
-        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
-        "sliding_window": SLIDING_WINDOW,
-    },
-    "flex_olmo": {
-        "num_hidden_layers": 2,
-        "intermediate_size": 64,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-    },
-    "lfm2_moe": {
-        "num_hidden_layers": 4,
-        "layer_types": ["conv", "full_attention", "conv", "full_attention"],
-        "intermediate_size": 96,
-        "moe_intermediate_size": 32,
-        "num_dense_layers": 1,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "tie_word_embeddings": True,
-    },
-    "jamba": {
-        "num_hidden_layers": 4,
-        "attn_layer_period": 4,
-        "attn_layer_offset": 1,
-        "expert_layer_period": 2,
-        "expert_layer_offset": 1,
-        "intermediate_size": 32,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "mamba_d_state": 8,
-        "mamba_dt_rank": 4,
-    },
-    "qwen3_next": {
-        "num_hidden_layers": 4,
-        "layer_types": [
-            "linear_attention", "full_attention", "linear_attention", "full_attention",
-        ],
-        "head_dim": 16,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-        "intermediate_size": 96,
-        "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 64,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-    },
-    "nemotron_h": {
-        "num_hidden_layers": 4,
-        "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
-        "head_dim": 16,
-        "intermediate_size": 96,
-        "moe_intermediate_size": 32,
-        "moe_shared_expert_intermediate_size": 64,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
-        "mamba_num_heads": 4,
-        "mamba_head_dim": 32,
-        "ssm_state_size": 16,
-        "n_groups": 2,
-        "chunk_size": 8,
-    },
-    "granitemoehybrid": {
-        **_MAMBA2,
-        "num_hidden_layers": 3,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-        "intermediate_size": 32,
-        "shared_intermediate_size": 64,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "mamba_chunk_size": 8,
-        "position_embedding_type": "rope",
-    },
-}  # fmt: skip
+_LISTED_BESIDE_IMAGES = ("mistral4",)
+"""Families of text alone that transformers lists among those that see."""
 
 FAMILIES = tuple(_FAMILY_FIELDS)
 """The families, by transformers' `model_type`."""
-
-RECURRENT_FAMILIES = ("jamba", "qwen3_next", "nemotron_h", "granitemoehybrid")
-"""Families whose state cannot be rolled back: speculation is off for them."""
 
 
 def tiny_config(family: str, *, has_windows: bool = True) -> PreTrainedConfig:
@@ -272,7 +75,12 @@ def tiny_config(family: str, *, has_windows: bool = True) -> PreTrainedConfig:
     Raises:
         KeyError: The family is none of `FAMILIES`.
     """
-    fields = _SHARED | _FAMILY_FIELDS[family]
+    fields = deepcopy(_FAMILY_FIELDS[family])
+    if family in WRAPPED_FAMILIES:
+        tied = {"tie_word_embeddings": fields.get("tie_word_embeddings", False)}
+        text = _SHARED | fields["text_config"] | tied
+        return AutoConfig.for_model(family, **fields | tied | {"text_config": text})
+    fields = _SHARED | fields
     if not has_windows:
         fields = fields | {"sliding_window": None, "use_sliding_window": False}
         fields.pop("layer_types", None)
@@ -301,16 +109,32 @@ def save_tiny(
     Returns:
         `folder`.
     """
+    config = tiny_config(family, has_windows=has_windows)
+    is_whole = family in WRAPPED_FAMILIES or family in _LISTED_BESIDE_IMAGES
+    auto = AutoModelForImageTextToText if is_whole else AutoModelForCausalLM
+    model = random_model(config, auto.from_config, seed=seed)
+    model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
+    return folder
+
+
+def random_model(
+    config: PreTrainedConfig, build: Callable[..., PreTrainedModel], *, seed: int
+) -> PreTrainedModel:
+    """Builds a float32 model with the weights that this module's docstring describes.
+
+    Args:
+        config: Its configuration.
+        build: Makes a model from the configuration and a `dtype`.
+        seed: Seed of the weights.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        config = tiny_config(family, has_windows=has_windows)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = build(config, dtype=torch.float32)
         _scale_weights(model)
     model.generation_config = GenerationConfig(
         bos_token_id=IM_START_ID, eos_token_id=[IM_END_ID, END_OF_TEXT_ID], pad_token_id=PAD_ID
     )
-    model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
-    return folder
+    return model
 
 
 def tiny_tokenizer(folder: Path) -> Path:
@@ -359,14 +183,15 @@ def _scale_weights(model: torch.nn.Module) -> None:
         for parameter in module.parameters(recurse=False)
     }
     embedding = model.get_input_embeddings().weight
+    embedding_scale = _embedding_scale(model)
     head = model.get_output_embeddings().weight
     routers = _router_weights(model)
     for name, parameter in model.named_parameters():
         if parameter is embedding:
-            parameter.normal_(std=0.3 if embedding is head else 1.0)
+            parameter.normal_(std=(0.3 if embedding is head else 1.0) / embedding_scale)
         elif name.endswith("bias"):
             parameter.normal_(std=0.1)
-        elif "norm" in name and parameter.ndim == 1:
+        elif ("norm" in name or name.endswith("scale")) and parameter.ndim == 1:
             parameter.add_(torch.randn_like(parameter) * 0.1)
         elif parameter.ndim >= 2 and "conv" not in name and "A_log" not in name:
             fan_in = parameter.shape[-2 if id(parameter) in transposed else -1]
@@ -375,7 +200,19 @@ def _scale_weights(model: torch.nn.Module) -> None:
     for name, buffer in model.named_buffers():
         if "correction_bias" in name or "expert_bias" in name:
             buffer.normal_(std=0.05)
+        elif name.endswith("tid2eid"):  # Experts by token, where a layer does not score them.
+            for row in buffer:
+                row.copy_(torch.randperm(model.config.n_routed_experts)[: len(row)])
     head[IM_START_ID:] *= 0.05
+
+
+def _embedding_scale(model: PreTrainedModel) -> float:
+    """How much louder than each layer's part a family makes the embedding; else a token would
+    follow itself for ever where the output layer is tied."""
+    config = model.config.get_text_config()
+    multiplier = getattr(model.get_input_embeddings(), "embed_scale", 1.0)
+    multiplier *= getattr(config, "embedding_multiplier", 1.0)
+    return float(multiplier / getattr(config, "residual_multiplier", 1.0))
 
 
 def _router_weights(model: torch.nn.Module) -> set[int]:
@@ -383,6 +220,6 @@ def _router_weights(model: torch.nn.Module) -> set[int]:
     return {
         id(parameter)
         for name, module in model.named_modules()
-        if name.endswith((".gate", ".router", ".router.layer", ".gate.wg"))
+        if name.endswith((".gate", ".router", ".router.layer", ".router.proj", ".gate.wg"))
         for parameter in module.parameters(recurse=False)
     }

@@ -1,7 +1,9 @@
 """The engine's answer is the model's own, for every family, whatever is resident.
 
 Oracle: transformers' own eager experts on the same tiny checkpoint, float32, unquantised
-store. Each family is written to disk, prepared, and loaded as any model is.
+store. Each family is written to disk, prepared, and loaded as any model is. All families are
+measured once (`families.support`); what does not depend on a family's attention or experts is
+tested on one family of each kind.
 """
 
 from __future__ import annotations
@@ -13,38 +15,45 @@ from pathlib import Path
 
 import pytest
 import torch
-from mira_engine.config import EngineConfig, MemoryAmount, SamplingConfig
+from families.support import (
+    BASE,
+    MAX_ERROR,
+    NEW_TOKENS,
+    Support,
+    TakesBack,
+    fewest_slots,
+    greedy,
+    measure,
+    prepared,
+    prompt_tokens,
+    readme_rows,
+)
+from mira_engine.config import SamplingConfig
 from mira_engine.engine import Engine
 from mira_engine.events import Notice
 from mira_engine.library import ModelHome, ModelLibrary
-from mira_engine.prepare import prepare
-from mira_engine.types import ComputeDtype, FinishReason, Phase, Precision
+from mira_engine.types import FinishReason, Phase
+from tiny_hybrids import RECURRENT_FAMILIES, UNCROPPED_FAMILIES
 from tiny_models import FAMILIES
-from transformers import AutoModelForCausalLM
 
-CANNOT_ROLL_BACK = {"jamba", "qwen3_next", "nemotron_h", "granitemoehybrid"}
-"""Families with a recurrent state: speculation must be visibly off."""
-
-PROMPT_TOKENS = 21
-NEW_TOKENS = 24
-
-BASE = EngineConfig(
-    precision=Precision.FLOAT32,
-    dtype=ComputeDtype.FLOAT32,
-    budget=MemoryAmount(share=8.0),
-    num_draft_tokens=0,
-    context_length=96,
-    num_threads=1,
+KINDS = (
+    "qwen2_moe",
+    "deepseek_v3",
+    "gpt_oss",
+    "lfm2_moe",
+    "jamba",
+    "nemotron_h",
+    "qwen3_5_moe",
+    "glm_moe_dsa",
+    "gemma4_text",
 )
-
-
-def _prompt() -> list[int]:
-    generator = torch.Generator().manual_seed(7)
-    return torch.randint(3, 250, (PROMPT_TOKENS,), generator=generator).tolist()
+"""Windows and shared experts, latent attention with a dense layer first, biases and sinks,
+convolutions, running states with and without gates, a text model inside of another, chosen
+keys, and layers of two head sizes."""
 
 
 @pytest.fixture(scope="module")
-def prepared(
+def home_of(
     tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Callable[..., Path]
 ) -> Callable[[str], ModelHome]:
     """Prepares a family's tiny checkpoint once."""
@@ -53,17 +62,23 @@ def prepared(
 
     def make(family: str) -> ModelHome:
         if family not in homes:
-            home = library.resolve(str(tiny_checkpoint(family)))
-            prepare(
-                home,
-                Precision.FLOAT32,
-                on_progress=lambda *_: None,
-                is_cancelled=lambda: False,
-            )
-            homes[family] = home
+            homes[family] = prepared(tiny_checkpoint(family), library)
         return homes[family]
 
     return make
+
+
+@pytest.fixture(scope="module")
+def measured(home_of: Callable[[str], ModelHome]) -> Callable[[str], Support]:
+    """Measures a family once."""
+    found: dict[str, Support] = {}
+
+    def run(family: str) -> Support:
+        if family not in found:
+            found[family] = measure(family, home_of(family))
+        return found[family]
+
+    return run
 
 
 class Loaded:
@@ -82,22 +97,17 @@ class Loaded:
         return engine
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=KINDS)
 def family(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
 @pytest.fixture
-def load(family: str, prepared: Callable[[str], ModelHome]) -> Iterator[Loaded]:
-    loaded = Loaded(prepared(family))
+def load(family: str, home_of: Callable[[str], ModelHome]) -> Iterator[Loaded]:
+    loaded = Loaded(home_of(family))
     yield loaded
     for engine in loaded.engines:
         engine.close()
-
-
-def _greedy(engine: Engine, prompt: list[int], num_tokens: int = NEW_TOKENS) -> list[int]:
-    steps = engine.reply(prompt, SamplingConfig(max_new_tokens=num_tokens))
-    return [step for step in steps if isinstance(step, int)]
 
 
 def _finish(reply: Iterator[object]) -> FinishReason:
@@ -111,51 +121,54 @@ def _finish(reply: Iterator[object]) -> FinishReason:
     return reasons[0]
 
 
-def _minimum(engine: Engine) -> MemoryAmount:
-    """A budget of exactly top-k slots, with the draft where the engine has one."""
-    plan = engine.plan
-    return MemoryAmount(num_bytes=plan.draft_bytes + engine._top_k * plan.slot_bytes)
+# -- every family -------------------------------------------------------------------------
 
 
-def _reference(home: ModelHome, family: str) -> torch.nn.Module:
-    return AutoModelForCausalLM.from_pretrained(
-        home.checkpoint_dir, dtype=torch.float32, experts_implementation="eager"
-    ).eval()
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_and_greedy_text_equal_transformers(
+    name: str, measured: Callable[[str], Support]
+) -> None:
+    found = measured(name)
+    assert found.error <= MAX_ERROR
+    assert found.plain == found.text
+    assert len(set(found.text)) > 2, "a constant text proves nothing"
 
 
-@torch.inference_mode()
-def test_logits_and_greedy_text_equal_transformers(load: Loaded, family: str) -> None:
-    prompt = _prompt()
-    model = _reference(load.home, family)
-    expected = model(input_ids=torch.tensor([prompt])).logits[0]
-    engine = load()
-    actual = engine.passes.forward(prompt, Phase.PREFILL, num_logits=len(prompt))
-    error = (actual - expected).abs().max() / expected.abs().max()
-    assert error <= 1e-5
-    engine.state.reset()
-    text = model.generate(
-        torch.tensor([prompt]),
-        max_new_tokens=NEW_TOKENS,
-        min_new_tokens=NEW_TOKENS,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )[0, len(prompt) :].tolist()
-    assert _greedy(engine, prompt) == text
-    assert len(set(text)) > 2, "a constant text proves nothing"
+@pytest.mark.parametrize("name", FAMILIES)
+def test_drafts_in_fewest_slots_do_not_change_the_text(
+    name: str, measured: Callable[[str], Support]
+) -> None:
+    found = measured(name)
+    assert found.drafted == found.text
+    assert (found.num_drafted > 0) == (found.takes_back is not TakesBack.NOTHING)
+    assert found.num_drafted > 0 or name in RECURRENT_FAMILIES + UNCROPPED_FAMILIES
 
 
-def test_prompt_in_chunks_equals_prompt_at_once(load: Loaded) -> None:
-    prompt = _prompt()
-    whole = _greedy(load(), prompt)
-    assert _greedy(load(prefill_chunk_tokens=5), prompt) == whole
+@pytest.mark.parametrize("name", FAMILIES)
+def test_readme_says_of_a_family_what_was_measured(
+    name: str, measured: Callable[[str], Support]
+) -> None:
+    family, _, *verdicts = measured(name).row
+    assert [family, *verdicts] == [
+        cell for column, cell in enumerate(readme_rows()[name]) if column != 1
+    ], "run: python tests/families/support.py --write"
+
+
+# -- one family of each kind --------------------------------------------------------------
+
+
+def test_prompt_in_chunks_equals_prompt_at_once(
+    load: Loaded, family: str, measured: Callable[[str], Support]
+) -> None:
+    engine = load(prefill_chunk_tokens=5)
+    assert greedy(engine, prompt_tokens()) == list(measured(family).text)
 
 
 @torch.inference_mode()
 def test_fewest_slots_equal_all_slots_bitwise(load: Loaded) -> None:
-    prompt = _prompt()
+    prompt = prompt_tokens()
     roomy = load()
-    tight = load(budget=_minimum(roomy))
+    tight = load(budget=fewest_slots(roomy))
     assert roomy.plan.num_slots == roomy.plan.num_experts
     assert tight.plan.num_slots == tight._top_k
     for tokens, phase in ((prompt, Phase.PREFILL), ([5], Phase.DECODE), ([6, 7], Phase.VERIFY)):
@@ -167,38 +180,35 @@ def test_fewest_slots_equal_all_slots_bitwise(load: Loaded) -> None:
 
 @pytest.mark.parametrize("num_draft_tokens", [2, 5])
 def test_speculation_equals_plain_or_is_visibly_off(
-    load: Loaded, family: str, num_draft_tokens: int
+    load: Loaded, family: str, num_draft_tokens: int, measured: Callable[[str], Support]
 ) -> None:
-    prompt = _prompt()
-    plain = _greedy(load(), prompt)
     engine = load(num_draft_tokens=num_draft_tokens)
-    tight = load(num_draft_tokens=num_draft_tokens, budget=_minimum(engine))
-    for speculating in (engine, tight):
-        load.notices.clear()
-        assert _greedy(speculating, prompt) == plain
-        stats = speculating.stats()
-        if family in CANNOT_ROLL_BACK:
-            assert "speculation-off" in [n.code for n in load.notices]
-            assert stats.num_drafted == 0
-        else:
-            assert "speculation-off" not in [n.code for n in load.notices]
-            assert stats.num_rounds > 0
-            if num_draft_tokens == 5:
-                assert stats.num_drafted > stats.num_accepted, "no rollback was tested"
+    assert greedy(engine, prompt_tokens()) == list(measured(family).text)
+    stats = engine.stats()
+    is_off = "speculation-off" in [notice.code for notice in load.notices]
+    assert is_off == (measured(family).takes_back is TakesBack.NOTHING)
+    if is_off:
+        assert stats.num_drafted == 0
+    else:
+        assert stats.num_rounds > 0
+        if num_draft_tokens == 5:
+            assert stats.num_drafted > stats.num_accepted, "no rollback was tested"
 
 
 def test_second_turn_equals_a_fresh_conversation(load: Loaded) -> None:
-    prompt = _prompt()
+    prompt = prompt_tokens()
     engine = load(num_draft_tokens=3)
-    reply = _greedy(engine, prompt, 9)
+    reply = greedy(engine, prompt, 9)
     longer = [*prompt, *reply, 17, 30, 4]
-    continued = _greedy(engine, longer)
-    fresh = _greedy(load(), longer)
+    continued = greedy(engine, longer)
+    fresh = greedy(load(), longer)
     assert continued == fresh
 
 
-def test_cancelled_reply_leaves_a_chat_that_continues(load: Loaded) -> None:
-    prompt = _prompt()
+def test_cancelled_reply_leaves_a_chat_that_continues(
+    load: Loaded, family: str, measured: Callable[[str], Support]
+) -> None:
+    prompt = prompt_tokens()
     engine = load(num_draft_tokens=3)
     num_layers = engine.executor.driver.lookahead.num_layers
     for cancel_at in (1, num_layers + 1, 5 * num_layers - 1, 5 * num_layers + 1):
@@ -216,4 +226,4 @@ def test_cancelled_reply_leaves_a_chat_that_continues(load: Loaded) -> None:
         assert not any(
             map(engine.executor.driver.residency.is_pinned, range(engine.plan.num_slots))
         )
-    assert _greedy(engine, prompt) == _greedy(load(), prompt)
+    assert greedy(engine, prompt) == list(measured(family).text)

@@ -19,6 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ..errors import CheckpointError, UnknownModelError, UnsupportedModelError
 from .quantisation import Quantisation, quantisation_of, refusal_of
+from .refused import check_family
 
 
 def load_config(folder: Path, *, is_quantised_read: bool = False) -> PreTrainedConfig:
@@ -36,8 +37,8 @@ def load_config(folder: Path, *, is_quantised_read: bool = False) -> PreTrainedC
     Raises:
         UnknownModelError: The folder has no `config.json`.
         CheckpointError: `config.json` cannot be read.
-        UnsupportedModelError: Remote code is needed, or the weights are in a form that is
-            not read.
+        UnsupportedModelError: Remote code is needed, the family is refused, or the weights
+            are in a form that is not read.
     """
     path = folder / "config.json"
     fields = _read_fields(folder)
@@ -54,6 +55,7 @@ def load_config(folder: Path, *, is_quantised_read: bool = False) -> PreTrainedC
             f"The model family {family!r} is unknown to transformers {transformers.__version__}.",
             hint="Pick another model.",
         )
+    check_family(family)
     quantisation = quantisation_of(fields)
     if quantisation is not None and not quantisation.form.is_float and not is_quantised_read:
         raise refusal_of(quantisation, family, folder, fields)
@@ -125,9 +127,14 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """Returns transformers' class for `config.architectures`, else its causal model.
 
     Raises:
-        UnsupportedModelError: transformers has no class for it.
+        UnsupportedModelError: transformers has no class for it, or one that writes no text.
     """
     found = _native_class(config)
+    if found is not None and not found.can_generate():
+        raise UnsupportedModelError(
+            f"This {config.model_type} checkpoint holds {found.__name__}, which writes no text.",
+            hint="Pick a model that chats.",
+        )
     if found is None:
         raise UnsupportedModelError(
             f"transformers has no model class for the family {config.model_type}.",

@@ -100,11 +100,14 @@ def find_expert_modules(model: PreTrainedModel) -> tuple[ExpertModule, ...]:
 
 
 def expert_param_names(model: nn.Module) -> set[str]:
-    """Returns the names of all parameters of routed experts."""
+    """Returns the names of all parameters of routed experts.
+
+    A norm behind the experts is one for all of them and no expert's: it stays in the model.
+    """
     return {
         f"{name}.{param}"
         for name, module in expert_modules_of(model)
-        for param, _ in module.named_parameters()
+        for param, _ in module.named_parameters(recurse=False)
     }
 
 
@@ -177,11 +180,11 @@ def _shape_of(module: nn.Module, family: str) -> ExpertShape:
     expected = {"gate_up_proj" if module.has_gate else "up_proj", "down_proj"}
     if module.has_bias:
         expected |= {f"{name}_bias" for name in expected}
-    names = {name for name, _ in module.named_parameters()}
-    if names != expected or getattr(module, "has_post_expert_norm", False):
+    names = {name for name, _ in module.named_parameters(recurse=False)}
+    if names != expected:
         raise UnsupportedModelError(
             f"The experts of the family {family} have parameters without a form here: "
-            f"{', '.join(sorted(names - expected)) or 'a norm'}.",
+            f"{', '.join(sorted(names ^ expected))}.",
             hint="Pick a model of another family.",
         )
     down = module.down_proj.shape[1:]

@@ -333,7 +333,7 @@ def _gaps(model: PreTrainedModel, mapped: tuple[_Mapped, ...]) -> MiraError | No
     counts = Counter(plain.values())
     present = {target for target, _ in counts}
     for name, module in expert_modules_of(model):
-        for param, _ in module.named_parameters():
+        for param, _ in module.named_parameters(recurse=False):
             target = f"{name}.{param}"
             if target not in present:
                 return _incomplete(f"no tensors for {target}")

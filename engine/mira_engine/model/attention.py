@@ -22,7 +22,7 @@ from .kv import ReservedLayer
 
 ATTENTION_IMPLEMENTATION = "mira_short_query"
 
-SPECIAL_FORMS = ("position_bias", "softcap", "s_aux")
+SPECIAL_FORMS = ("position_bias", "softcap", "s_aux", "indices", "block_indices")
 """What some families pass to their attention and the functions here do not know."""
 
 MAX_SHORT_QUERIES = 40

@@ -32,6 +32,16 @@ _COMPILED_BYTES = 112 * 2**20
 """What compiled steps take besides: torch's compiler, the steps, the native library.
 Measured as above: 85 MiB with three steps."""
 
+_TOP_K_FIELDS = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "moe_k",
+    "moe_topk",
+    "top_k_experts",
+    "top_k",
+)
+"""Names that families give to how many experts a token uses."""
+
 _PREFILL_COPIES = 3
 """How often a prefill chunk's activations are held at once, freed blocks that the
 allocator keeps included. Measured as above at 2048 tokens: 0.39 MiB a token of the chunk,
@@ -152,7 +162,7 @@ def _draft_copy_bytes(model: PreTrainedModel, config: EngineConfig) -> int:
 def experts_per_token(config: PreTrainedConfig) -> int:
     """Returns top-k under any of the names that families give it."""
     text = config.get_text_config()
-    for name in ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k"):
+    for name in _TOP_K_FIELDS:
         value = getattr(text, name, None)
         if isinstance(value, int):
             return value
@@ -198,15 +208,20 @@ def _kv_bytes(config: PreTrainedConfig, dtype: torch.dtype, num_tokens: int) -> 
     A growing cache holds its old and its new tensor for a moment, so one layer is
     counted twice.
     """
-    text = config.get_text_config()
-    num_heads = text.num_attention_heads
-    if getattr(text, "kv_lora_rank", None):
-        width = text.kv_lora_rank + text.qk_rope_head_dim
+    widths = [_kv_width(layer) for layer in config.get_text_config().per_layer_config]
+    return (sum(widths) + max(widths)) * num_tokens * dtype.itemsize
+
+
+def _kv_width(layer: PreTrainedConfig) -> int:
+    """Numbers that a layer of this configuration keeps of each token."""
+    num_heads = layer.num_attention_heads
+    if getattr(layer, "kv_lora_rank", None):
+        width = layer.kv_lora_rank + layer.qk_rope_head_dim
     else:
-        kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
-        head_dim = getattr(text, "head_dim", None) or text.hidden_size // num_heads
+        kv_heads = getattr(layer, "num_key_value_heads", None) or num_heads
+        head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // num_heads
         width = 2 * kv_heads * head_dim
-    return (text.num_hidden_layers + 1) * width * num_tokens * dtype.itemsize
+    return width + (getattr(layer, "index_head_dim", None) or 0)  # Keys that are chosen by.
 
 
 def _workspace_bytes(

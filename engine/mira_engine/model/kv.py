@@ -23,6 +23,10 @@ RESTARTING_FAMILIES = frozenset({"jamba"})
 every pass of more than one token (their scan takes no initial state)."""
 
 
+UNCROPPED_FAMILIES = frozenset({"deepseek_v4"})
+"""Families whose layers hold, in transformers 5.24, compressed keys that `crop` leaves in."""
+
+
 class ReservedLayer(DynamicLayer):
     """A full-attention layer whose keys and values are written in place.
 
@@ -119,7 +123,8 @@ class StateManager:
     def __init__(self, model: PreTrainedModel, *, capacity: int, is_rollback_wanted: bool) -> None:
         self._config = model.config
         self.capacity = capacity
-        self._is_recording = is_rollback_wanted
+        is_croppable = model.config.model_type not in UNCROPPED_FAMILIES
+        self._is_recording = is_rollback_wanted and is_croppable
         self.reset()
 
     def reset(self) -> None:

@@ -88,5 +88,15 @@ def load_backbone(
             f"{len(missing)} weights are missing from {folder}, the first is {missing[0]}.",
             hint="Remove the model and prepare it again.",
         )
-    use_short_query_attention(model)
+    if not chooses_keys(model):
+        use_short_query_attention(model)
     return model.eval()
+
+
+def chooses_keys(model: PreTrainedModel) -> bool:
+    """Whether the model's attention chooses which tokens it looks at, by indexers.
+
+    In transformers 5.24 such a family masks the others only where the attention has the name
+    of one of transformers' own implementations; under another name it would see them all.
+    """
+    return any(getattr(module, "indexer", None) is not None for module in model.modules())
