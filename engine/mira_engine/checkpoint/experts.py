@@ -180,6 +180,10 @@ class _Source:
 class CheckpointExperts:
     """The experts of a checkpoint folder, read one at a time.
 
+    Args:
+        folder: The checkpoint.
+        shards: Its tensors, where not all of its shards are in the folder.
+
     Attributes:
         folder: The checkpoint.
         config: Its configuration.
@@ -194,13 +198,13 @@ class CheckpointExperts:
         CheckpointError: A shard is damaged, or an expert's tensors are missing.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, shards: CheckpointShards | None = None) -> None:
         self.folder = folder
         self.config = load_config(folder)
         self._model = meta_model(self.config)
         self.modules = find_expert_modules(self._model)
         self._modules_by_name = dict(expert_modules_of(self._model))
-        self.shards = CheckpointShards(folder)
+        self.shards = CheckpointShards(folder) if shards is None else shards
         self._sources: dict[str, _Source] = {}
         self.backbone_keys = self._map_keys()
         for module in self.modules:

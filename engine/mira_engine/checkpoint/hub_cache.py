@@ -45,6 +45,28 @@ def drop_revision(snapshot: Path) -> int:
     return freed
 
 
+def drop_file(snapshot: Path, name: str) -> int:
+    """Deletes one file of a snapshot, and its blob unless it has another name as well.
+
+    The blob goes first: a name that leads nowhere is a file that is not there, while a blob
+    without a name would be found by nobody.
+
+    Returns:
+        The bytes freed.
+
+    Raises:
+        OSError: A file cannot be deleted.
+    """
+    pointer, freed = snapshot / name, 0
+    blob, repo = pointer.resolve(), snapshot.parent.parent.resolve()
+    others = (path for path in snapshot.parent.rglob("*") if path != pointer and path.is_file())
+    if blob.is_file() and repo in blob.parents and all(each.resolve() != blob for each in others):
+        freed = blob.stat().st_size
+        blob.unlink()
+    pointer.unlink(missing_ok=True)
+    return freed
+
+
 def link(blob: Path, pointer: Path) -> None:
     """Gives a blob its name in the snapshot, as the client does; a copy where links fail."""
     if pointer.exists() and pointer.samefile(blob):

@@ -23,7 +23,10 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 _LFS_PREFIX = b"version https://git-lfs"
-_MAX_HEADER_BYTES = 100_000_000
+MAX_HEADER_BYTES = 100_000_000
+SAMPLE_BYTES = 64 << 10
+"""What a fingerprint reads of each end of a file."""
+
 _REDOWNLOAD = "Download this file again, or the whole checkpoint."
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
@@ -65,17 +68,30 @@ class TensorLocation:
 class CheckpointShards(Mapping[str, TensorLocation]):
     """All tensors of a checkpoint folder, by key, in the order of the file or index.
 
+    Args:
+        folder: The checkpoint.
+        headers: Tensors of every shard by its name, where shards may be absent: then none is
+            opened before a tensor of it is read.
+        fingerprint: What `fingerprint` returns, where shards may be absent.
+
     Raises:
         CheckpointError: No weights, or a shard is missing, truncated, a Git LFS pointer,
             unreadable, or named outside the folder. The message names the file.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        headers: Mapping[str, Mapping[str, TensorLocation]] | None = None,
+        fingerprint: str = "",
+    ) -> None:
         self.folder = folder
+        self._headers = headers
+        self._fingerprint = fingerprint
         self._locations: dict[str, TensorLocation] = {}
-        single = folder / SINGLE_FILE
-        if single.exists():
-            self._locations = read_header(single)
+        if (folder / SINGLE_FILE).exists() or SINGLE_FILE in (headers or ()):
+            self._locations = dict(self._header(SINGLE_FILE))
         elif (folder / INDEX_FILE).exists():
             self._read_index(folder / INDEX_FILE)
         else:
@@ -90,7 +106,7 @@ class CheckpointShards(Mapping[str, TensorLocation]):
             shard_of = {str(key): str(name) for key, name in weight_map.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{index} is no weight index.", hint=_REDOWNLOAD) from error
-        headers = {name: read_header(_inside(self.folder, name)) for name in _unique(shard_of)}
+        headers = {name: self._header(name) for name in _unique(shard_of)}
         for key, name in shard_of.items():
             if key not in headers[name]:
                 raise CheckpointError(
@@ -98,6 +114,14 @@ class CheckpointShards(Mapping[str, TensorLocation]):
                     hint=_REDOWNLOAD,
                 )
             self._locations[key] = headers[name][key]
+
+    def _header(self, name: str) -> Mapping[str, TensorLocation]:
+        path = _inside(self.folder, name)
+        return read_header(path) if self._headers is None else self._headers[name]
+
+    def shard_of(self, key: str) -> str:
+        """Returns the name of the shard that holds a tensor, as the index has it."""
+        return self._locations[key].path.relative_to(self.folder).as_posix()
 
     def __getitem__(self, key: str) -> TensorLocation:
         return self._locations[key]
@@ -141,10 +165,12 @@ class CheckpointShards(Mapping[str, TensorLocation]):
         Raises:
             CheckpointError: A file cannot be read.
         """
+        if self._fingerprint:
+            return self._fingerprint
         digest = hashlib.sha256()
         for path in sorted({where.path for where in self._locations.values()}):
             size = path.stat().st_size
-            sample = min(size, 64 << 10)
+            sample = min(size, SAMPLE_BYTES)
             digest.update(f"{path.name} {size}\n".encode())
             digest.update(read_bytes(path, 0, sample).numpy())
             digest.update(read_bytes(path, size - sample, sample).numpy())
@@ -188,7 +214,7 @@ def read_header(path: Path) -> dict[str, TensorLocation]:
                     hint="Run `git lfs pull` in that folder, or download the file itself.",
                 )
             length = int.from_bytes(head, "little")
-            if len(head) < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
+            if len(head) < 8 or length > min(size - 8, MAX_HEADER_BYTES):
                 raise CheckpointError(
                     f"{path} is truncated or no safetensors file ({size} bytes).",
                     hint=_REDOWNLOAD,
@@ -201,6 +227,21 @@ def read_header(path: Path) -> dict[str, TensorLocation]:
         ) from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
+    return parse_header(path, size, raw)
+
+
+def parse_header(path: Path, size: int, raw: bytes) -> dict[str, TensorLocation]:
+    """Reads the text of a safetensors header and checks it against the length of the file.
+
+    Args:
+        path: The file; not opened.
+        size: Its length in bytes.
+        raw: The header, without the eight bytes of its length.
+
+    Raises:
+        CheckpointError: The header is no safetensors, or is of a file of another length.
+    """
+    length = len(raw)
     try:
         entries = {key: v for key, v in json.loads(raw).items() if key != "__metadata__"}
         found = {key: _location(path, 8 + length, entry) for key, entry in entries.items()}
