@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import hub_server
 import tiny_models
+import torch
 from mira_engine.checkpoint.hub import Patience
+from mira_engine.checkpoint.shards import INDEX_FILE
 from mira_engine.errors import CheckpointError, HubAccessError, HubBusyError, HubUnreachableError
 from mira_engine.library import SOURCE_FILE, ModelHome
+from safetensors.torch import load_file, save_file
 
 REPO = "owner/tiny"
 SHARD = "model-00003-of-00010.safetensors"
@@ -69,12 +73,32 @@ PASSING_FAULTS = {
 
 def publish(folder: Path) -> Path:
     """Writes a repository's files: ten shards, and files that nobody should fetch."""
-    tiny_models.save_tiny("qwen3_moe", folder, max_shard_size="100KB")
+    tiny_models.save_tiny("qwen3_moe", folder)
+    _split(folder)
     tiny_models.tiny_tokenizer(folder)
     for name in ("pytorch_model.bin", "model.gguf", "consolidated.safetensors", "modeling_own.py"):
         (folder / name).write_bytes(b"not wanted " * 3000)
     (folder / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
     return folder
+
+
+def _split(folder: Path) -> None:
+    """Splits the weights into shards of like size, the first half as large: so one of them
+    holds experts of two layers.
+    """
+    whole = folder / "model.safetensors"
+    tensors = load_file(whole)
+    shard_bytes = sum(each.nbytes for each in tensors.values()) / (len(SHARDS) - 0.5)
+    parts: dict[str, dict[str, torch.Tensor]] = {name: {} for name in SHARDS}
+    done = 0
+    for key in sorted(tensors):
+        parts[SHARDS[int(done / shard_bytes + 0.5)]][key] = tensors[key]
+        done += tensors[key].nbytes
+    for name, part in parts.items():
+        save_file(part, folder / name, metadata={"format": "pt"})
+    index = {key: name for name, part in parts.items() for key in part}
+    (folder / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    whole.unlink()
 
 
 def client_settings(server: hub_server.FakeHub, folder: Path) -> dict[str, object]:

@@ -138,3 +138,4 @@ class HubShards:
         if path.is_symlink() or path.exists():
             with disk_errors(path):
                 hub_cache.drop_file(self._folder, name)
+        self._checked.discard(name)
