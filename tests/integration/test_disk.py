@@ -120,8 +120,10 @@ def larger(tmp_path_factory):
     return tiny_models.tiny_tokenizer(folder)
 
 
-@pytest.mark.parametrize("is_deleted", [False, True], ids=["kept", "deleted"])
-@pytest.mark.parametrize("precision", [Precision.NESTED, Precision.INT8])
+@pytest.mark.parametrize(
+    ("precision", "is_deleted"),
+    [(Precision.NESTED, False), (Precision.NESTED, True), (Precision.INT8, True)],
+)
 def test_disk_holds_at_most_what_was_described(
     precision, is_deleted, library, server, larger, tmp_path
 ):
@@ -302,7 +304,7 @@ def test_disk_without_room_either_way_is_told_before_a_weight_is_asked_for(
 # -- faults, cancelled, killed ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["cut", "wrong bytes", "busy", "address refused"])
+@pytest.mark.parametrize("name", ["cut", "wrong bytes"])
 def test_fault_while_shards_are_deleted_is_told_and_the_second_try_goes_on(
     name, library, server, whole
 ):
@@ -321,7 +323,7 @@ def test_fault_while_shards_are_deleted_is_told_and_the_second_try_goes_on(
 
 
 def _here(library):
-    return {path.name for path in library.resolve(REPO).checkpoint_dir.glob("model-*")}
+    return {path.name for path in library.resolve(REPO).checkpoint_dir.glob("model-*.safetensors")}
 
 
 @pytest.mark.parametrize("after", [12, 24, 34])

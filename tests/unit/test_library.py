@@ -261,6 +261,15 @@ def test_drop_file_frees_a_blob_that_has_no_other_name(tmp_path):
     assert list(first.iterdir()) == []
 
 
+def test_link_replaces_what_a_killed_process_left(tmp_path):
+    snapshot = make_cached(tmp_path, "owner/moe", COMMIT, {"a": b"bytes"})
+    blob = (snapshot / "a").resolve()
+    (snapshot / "a").rename(snapshot / "a.link")
+    hub_cache.link(blob, snapshot / "a")
+    assert [path.name for path in snapshot.iterdir()] == ["a"]
+    assert hub_cache.drop_file(snapshot, "a") == 5
+
+
 def test_drop_file_leaves_what_lies_outside_the_repository(tmp_path):
     snapshot = make_cached(tmp_path / "cache", "owner/moe", COMMIT, {})
     outside = tmp_path / "outside"

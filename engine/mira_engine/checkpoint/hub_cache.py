@@ -68,11 +68,15 @@ def drop_file(snapshot: Path, name: str) -> int:
 
 
 def link(blob: Path, pointer: Path) -> None:
-    """Gives a blob its name in the snapshot, as the client does; a copy where links fail."""
+    """Gives a blob its name in the snapshot, as the client does; a copy where links fail.
+
+    Called under the client's lock of the blob. What a killed process left half-way is replaced:
+    as a second name it would keep the blob from being deleted.
+    """
     if pointer.exists() and pointer.samefile(blob):
         return
     pointer.parent.mkdir(parents=True, exist_ok=True)
-    made = pointer.with_name(f"{pointer.name}.{os.getpid()}.link")
+    made = pointer.with_name(f"{pointer.name}.link")
     made.unlink(missing_ok=True)
     try:
         made.symlink_to(os.path.relpath(blob, pointer.parent))
