@@ -49,6 +49,8 @@ JOBS_FILE = "jobs.json"
 
 _FILE_VERSION = 1
 
+_SPACE_NOTICE = "space"
+"""Says what the disk will take; of no use once the model is ready, when notes are shown."""
 
 _STEPS = {
     "download": JobStep.DOWNLOAD,
@@ -178,7 +180,7 @@ class JobRunner:
                 total=event.total, unit="replies", detail=event.detail,
             )  # fmt: skip
             self._jobs[model] = self._advanced(job, report, JobStep.PROFILE)
-        elif isinstance(event, Notice):
+        elif isinstance(event, Notice) and event.code != _SPACE_NOTICE:
             self._jobs[model] = replace(job, notes=(*job.notes, event.text))
         else:
             return

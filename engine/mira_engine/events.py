@@ -275,6 +275,8 @@ class PrepareModel:
         is_predicting: Whether predictors are made too; a model chats without them.
         calibration: Text file with the prompts to make them from, `None` for those that
             ship with the program.
+        is_download_deleted: Whether each file downloaded from the hub is deleted as soon as it
+            is converted; `None` where the disk has no room to keep them all.
     """
 
     request_id: str
@@ -282,6 +284,7 @@ class PrepareModel:
     precision: Precision = Precision.NESTED
     is_predicting: bool = False
     calibration: str | None = None
+    is_download_deleted: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -616,8 +619,9 @@ class PreparedSize:
         prepared_bytes: Backbone and every store that is needed.
         draft_bytes: The draft experts among them.
         peak_bytes: The most that download and preparation hold, all files kept.
-        peak_deleting_bytes: The most if each weight file went as soon as it was converted,
-            `None` where it is not known which file holds what.
+        peak_deleting_bytes: The most if weight files come one after another and each goes as
+            soon as it is converted; `None` where it is not known which file holds what, and
+            for a folder, whose files are never deleted.
     """
 
     precision: Precision

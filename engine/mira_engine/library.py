@@ -94,11 +94,14 @@ class ModelHome:
         """
         return _NEEDED[precision]
 
+    def is_store_finished(self, precision: Precision) -> bool:
+        """Whether the experts are converted into that precision."""
+        return (self.store_dir(precision) / MANIFEST_FILE).exists()
+
     def is_ready(self, precision: Precision) -> bool:
         """Whether the backbone and every needed store are finished."""
         return (self.backbone_dir / BACKBONE_MARKER).exists() and all(
-            (self.store_dir(needed) / MANIFEST_FILE).exists()
-            for needed in self.needed_precisions(precision)
+            map(self.is_store_finished, self.needed_precisions(precision))
         )
 
     @property

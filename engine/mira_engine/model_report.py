@@ -162,7 +162,7 @@ def _sizes(
         stores = home.needed_precisions(precision)
         try:
             made_bytes = sum(figures.store_bytes(store) for store in stores)
-            deleting_bytes = figures.peak_deleting_bytes(stores)
+            deleting_bytes = figures.peak_deleting_bytes(stores) if found is not None else None
             yield PreparedSize(
                 precision=precision,
                 prepared_bytes=figures.backbone_bytes + small_bytes + made_bytes,

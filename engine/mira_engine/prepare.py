@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import filelock
@@ -19,25 +19,28 @@ from transformers import PreTrainedConfig
 
 from .checkpoint import builtin, fetch, hub_home
 from .checkpoint.architecture import load_config
-from .checkpoint.backbone import (
-    backbone_bytes,
-    backbone_revision,
-    is_backbone_current,
-    write_backbone,
-)
-from .checkpoint.convert import checkpoint_revision, convert_experts, store_writer
 from .checkpoint.experts import CheckpointExperts, find_expert_modules, meta_model
 from .checkpoint.files import LOCK_FILE
 from .checkpoint.formats import make_format
 from .checkpoint.hub import USUAL_PATIENCE, Patience, is_complete
-from .checkpoint.preflight import SPARE_BYTES
+from .checkpoint.hub_home import HubCheckpoint
+from .checkpoint.hub_shards import HubShards
+from .checkpoint.hub_space import HubSpace
+from .checkpoint.outline import forget_outline, read_outline
+from .checkpoint.preflight import SPARE_BYTES, Preflight
 from .checkpoint.progress import OnProgress, Progress
+from .checkpoint.schedule import SpaceNeed
+from .checkpoint.shard_stream import ShardStream
 from .checkpoint.store import StoreManifest
+from .checkpoint.work import CheckpointWork, refuse_formats
 from .checkpoint.writing import disk_errors, require_space, write_json
 from .errors import CheckpointError, PrepareError
 from .library import SOURCE_FILE, ModelHome
 from .model.chat import check_chat_files
 from .types import Precision
+
+OnNote = Callable[[str, str], None]
+"""Called with a code and a sentence for people."""
 
 _BUILTIN_BACKBONE_BYTES = 221_000_000
 
@@ -65,6 +68,8 @@ def prepare(
     on_progress: OnProgress,
     is_cancelled: Callable[[], bool] = lambda: False,
     patience: Patience = USUAL_PATIENCE,
+    is_download_deleted: bool | None = None,
+    on_note: OnNote = lambda code, text: None,
 ) -> None:
     """Brings a model to where it can be loaded in `precision`; goes on where a run stopped.
 
@@ -79,6 +84,11 @@ def prepare(
         on_progress: Called with step, done, total, unit, detail, in this thread.
         is_cancelled: Asked between experts, tensors and pieces of files.
         patience: How long a download bears with a hub that fails.
+        is_download_deleted: Whether each file that is downloaded from the hub is deleted as
+            soon as it is converted; `None` where the disk has no room to keep them all. A run
+            that was begun so goes on so.
+        on_note: Called with a code and a sentence for people: `space` before the first weight
+            is fetched, `download-deleted` and `download-kept` where the choice was not theirs.
 
     Raises:
         ModelError: The model cannot be run, or its checkpoint is damaged.
@@ -92,39 +102,151 @@ def prepare(
     if home.is_builtin:
         with locked(home):
             _make_builtin(home, precision, progress)
-            _convert(home, CheckpointExperts(home.checkpoint_dir), precision, progress)
+            _make(home, CheckpointExperts(home.checkpoint_dir), precision, progress)
         return
     if home.is_ready(precision) and _is_checkpoint_gone(home):
+        outline = read_outline(home.root)
+        if outline is not None and outline.precision is precision:
+            forget_outline(home.root)  # Of a run that was killed behind its last step.
         return
     if home.is_hub:
-        home = _bring(home, precision, progress, patience)
-    checkpoint = _open_checkpoint(home)
-    for needed in home.needed_precisions(precision):
-        make_format(needed, checkpoint.shape)  # Refuses before anything is written.
+        job = _HubJob(
+            home=home,
+            precision=precision,
+            progress=progress,
+            patience=patience,
+            is_deleted=is_download_deleted,
+            on_note=on_note,
+        )
+        job.run()
+        return
+    checkpoint = CheckpointExperts(home.checkpoint_dir)
+    refuse_formats(home, checkpoint.shape, precision)
     with locked(home):
-        _convert(home, checkpoint, precision, progress)
+        _make(home, checkpoint, precision, progress)
 
 
-def _bring(
-    home: ModelHome, precision: Precision, progress: Progress, patience: Patience
-) -> ModelHome:
-    """Downloads a hub model where it is not here yet; refuses before the first weight."""
-    found = hub_home.find(home, progress, patience)
-    if found.is_complete:
-        with locked(home):
-            hub_home.note(home, found)
-    else:
-        figures = hub_home.figures(found, progress, patience)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _HubJob:
+    """One preparation of a hub model, its files kept or deleted as they are used up."""
+
+    home: ModelHome
+    precision: Precision
+    progress: Progress
+    patience: Patience
+    is_deleted: bool | None
+    on_note: OnNote
+
+    def run(self) -> None:
+        """Downloads what is not here yet and makes the model; refuses before the first weight."""
+        found = hub_home.find(self.home, self.progress, self.patience)
+        home = replace(self.home, checkpoint_dir=found.folder)
+        if found.is_complete:
+            with locked(home):
+                hub_home.note(home, found)
+                self._use_complete(home, found)
+            return
+        figures = hub_home.figures(found, self.progress, self.patience)
         if figures.problem is not None:
             raise figures.problem
-        stores = home.needed_precisions(precision)
-        for needed in stores:
-            make_format(needed, figures.modules[0].shape)
+        refuse_formats(home, figures.modules[0].shape, self.precision)
         check_chat_files(found.folder)
-        made_bytes = figures.backbone_bytes + sum(figures.store_bytes(each) for each in stores)
         with locked(home):
-            hub_home.bring(home, found, progress, patience, made_bytes=made_bytes + SPARE_BYTES)
-    return replace(home, checkpoint_dir=found.folder)
+            space = self._space(home, found)
+            need = space.need_of_keeping(figures)
+            has_room = space.has_room(need)
+            if self._is_begun(home, found) or self._is_deleting(home, found, has_room):
+                space.refuse_early(figures)
+                self._use_up(home, found, figures)
+                return
+            if has_room:
+                self.on_note("space", space.words(need, is_deleting=False))
+            hub_home.bring(
+                home,
+                found,
+                self.progress,
+                self.patience,
+                made_bytes=need.made_bytes + SPARE_BYTES,
+                elsewhere=space.ways_out(figures),
+            )
+            _make(home, _open_checkpoint(home), self.precision, self.progress)
+
+    def _use_complete(self, home: ModelHome, found: HubCheckpoint) -> None:
+        """Makes the model of weights that are all here."""
+        checkpoint = _open_checkpoint(home)
+        refuse_formats(home, checkpoint.shape, self.precision)
+        made = CheckpointWork.of_home(home, checkpoint, self.precision).missing_bytes
+        need = SpaceNeed(weights_bytes=0, made_bytes=made, whole_bytes=made)
+        has_room = not made or self._space(home, found).has_room(need)
+        if self._is_begun(home, found) or self._is_deleting(home, found, has_room):
+            self._use_up(home, found, hub_home.folder_figures(found.folder))
+        else:
+            _make(home, checkpoint, self.precision, self.progress)
+
+    def _use_up(self, home: ModelHome, found: HubCheckpoint, figures: Preflight) -> None:
+        """Makes the model shard by shard; each is brought when it is needed, then deleted."""
+        shards = HubShards(
+            home.root,
+            found,
+            self.precision,
+            figures.shard_bytes,
+            progress=self.progress,
+            patience=self.patience,
+        )
+        checkpoint = CheckpointExperts(found.folder, shards.tensors())
+        if checkpoint.shards.is_split:
+            raise CheckpointError(
+                "Files of this checkpoint hold weights whose scales are in other files, so they "
+                "cannot be used up one by one.",
+                hint="Make room for the whole download, and keep it.",
+            )
+        work = CheckpointWork.of_home(home, checkpoint, self.precision)
+        is_deleting = self.is_deleted is not False and hub_home.may_delete(home, found)
+        hub_home.begin(home, found)
+        stream = ShardStream(
+            checkpoint,
+            work.backbone,
+            work.writers,
+            layer_shards=figures.layer_shards,
+            source=shards,
+            is_dropping=is_deleting,
+        )
+        stream.drop_idle()
+        space, need = self._space(home, found), stream.need()
+        space.require(need, is_deleting=is_deleting)
+        self.on_note("space", space.words(need, is_deleting=is_deleting))
+        stream.run(self.progress)
+        if is_deleting:
+            hub_home.drop(home, found)
+        forget_outline(home.root)
+
+    def _space(self, home: ModelHome, found: HubCheckpoint) -> HubSpace:
+        return HubSpace(home=home, found=found, stores=home.needed_precisions(self.precision))
+
+    def _is_begun(self, home: ModelHome, found: HubCheckpoint) -> bool:
+        """Whether an earlier run used up files of this commit and did not come to its end."""
+        outline = read_outline(home.root)
+        return (
+            outline is not None
+            and outline.commit == found.commit
+            and not home.is_ready(outline.precision)
+        )
+
+    def _is_deleting(self, home: ModelHome, found: HubCheckpoint, has_room: bool) -> bool:
+        """Decides, and says so where the decision is not the one that was asked for."""
+        if self.is_deleted is False or (self.is_deleted is None and has_room):
+            return False
+        is_allowed = hub_home.may_delete(home, found)
+        if is_allowed and self.is_deleted is None:
+            text = "The disk has no room to keep the download: each file is deleted once used."
+            self.on_note("download-deleted", text)
+        elif not is_allowed and self.is_deleted:
+            text = (
+                "The download is kept: some of it was in the hub's cache before, or another model "
+                "uses it."
+            )
+            self.on_note("download-kept", text)
+        return is_allowed
 
 
 def _is_checkpoint_gone(home: ModelHome) -> bool:
@@ -166,28 +288,16 @@ def _make_builtin(home: ModelHome, precision: Precision, progress: Progress) -> 
             shutil.rmtree(home.download_dir)
 
 
-def _convert(
+def _make(
     home: ModelHome, checkpoint: CheckpointExperts, precision: Precision, progress: Progress
 ) -> None:
-    needed = home.needed_precisions(precision)
-    revision = checkpoint_revision(checkpoint)
-    backbone = backbone_revision(checkpoint, revision)
-    writers = {
-        each: store_writer(
-            checkpoint, home.store_dir(each), each, source=home.title, revision=revision
-        )
-        for each in needed
-    }
-    missing = sum(writer.missing_bytes for writer in writers.values())
-    if not is_backbone_current(home.backbone_dir, backbone):
-        missing += backbone_bytes(checkpoint)
-    if missing:
+    """Makes what is missing of weights that are all here."""
+    work = CheckpointWork.of_home(home, checkpoint, precision)
+    if missing := work.missing_bytes:
         require_space(home.root, missing + SPARE_BYTES, f"Preparing {home.title}")
     if not (home.is_builtin or home.is_hub):
         write_json(home.root / SOURCE_FILE, {"folder": str(home.checkpoint_dir)})
-    write_backbone(checkpoint, home.backbone_dir, revision=backbone, progress=progress)
-    for each, writer in writers.items():
-        convert_experts(checkpoint, writer, each, progress)
+    work.run(progress)
 
 
 def _store_bytes(config: PreTrainedConfig, precision: Precision) -> int:

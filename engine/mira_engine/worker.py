@@ -241,6 +241,8 @@ class Worker:
             job.precision,
             on_progress=on_progress,
             is_cancelled=lambda: self._is_cancelled(job.request_id),
+            is_download_deleted=job.is_download_deleted,
+            on_note=lambda code, text: self._writer.send(Notice(code=code, text=text)),
         )
         if job.is_predicting:
             self._calibrate(job, home, prompts, on_progress)

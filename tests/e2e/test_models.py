@@ -73,7 +73,11 @@ def test_model_is_pulled_after_an_interrupt_listed_and_removed(
     hub.released.set()
     done = mira_chat("pull", REPO, "--no-predictors", "--plain")
     assert done.returncode == 0, done.stderr
-    assert "prepare: download, " in done.stderr
+    lines = done.stderr.splitlines()
+    space = next(number for number, line in enumerate(lines) if line.startswith("note: space: "))
+    assert "the download is kept" in lines[space]
+    assert " free at " in lines[space]
+    assert lines[space + 1].startswith("prepare: download, ")
     assert f"{REPO} is ready in nested." in done.stderr.splitlines()[-1]
     entry = listed(mira_chat)[REPO]
     assert entry["is_ready"]
@@ -87,3 +91,14 @@ def test_model_is_pulled_after_an_interrupt_listed_and_removed(
     assert not list((data_dir / "models").glob("owner--tiny*"))
     cached = [path for path in (tmp_path / "hub-home").rglob("*") if path.is_file()]
     assert not [path for path in cached if path.stat().st_size >= hub_server.LFS_BYTES]
+
+
+def test_model_pulled_with_delete_download_is_ready_and_the_cache_empty(mira_chat, tmp_path, hub):
+    done = mira_chat("pull", REPO, "--delete-download", "--no-predictors", "--plain")
+    assert done.returncode == 0, done.stderr
+    lines = done.stderr.splitlines()
+    space = next(number for number, line in enumerate(lines) if line.startswith("note: space: "))
+    assert "each downloaded file is deleted as soon as it is converted" in lines[space]
+    assert not any(line.startswith("prepare: download, ") for line in lines[:space])
+    assert lines[-1] == f"{REPO} is ready in nested."
+    assert not list((tmp_path / "hub-home").rglob("model-*"))

@@ -4,7 +4,6 @@ The rule of each fault: the first try ends in a sentence a person can act on, an
 second one finishes with the same bytes as a run without faults.
 """
 
-import hashlib
 import io
 import json
 import os
@@ -20,6 +19,19 @@ import hub_server
 import huggingface_hub
 import pytest
 import tiny_models
+from hub_scenes import (
+    NEEDED,
+    PASSING_FAULTS,
+    REPO,
+    SHARD,
+    SHARDS,
+    SHORT,
+    TOLD_FAULTS,
+    client_environment,
+    client_settings,
+    hashes,
+    publish,
+)
 from huggingface_hub import constants
 from mira_engine import wire
 from mira_engine.checkpoint import hub, hub_download, writing
@@ -53,14 +65,6 @@ from mira_engine.types import Precision
 from mira_engine.worker import EventWriter, Worker
 
 CHILD = Path(__file__).parent / "hub_child.py"
-REPO = "owner/tiny"
-SHARD = "model-00003-of-00010.safetensors"
-SHORT = Patience(num_tries=2, num_asks=2, first_wait_s=0.01, longest_wait_s=1, read_timeout_s=0.3)
-NEEDED = {
-    "chat_template.jinja", "config.json", "generation_config.json", "tokenizer.json",
-    "tokenizer_config.json", "model.safetensors.index.json",
-    *(f"model-{number:05}-of-00010.safetensors" for number in range(1, 11)),
-}  # fmt: skip
 
 
 def ignore(*args):
@@ -70,13 +74,7 @@ def ignore(*args):
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
     """A repository's folder: ten shards, and files that nobody should fetch."""
-    folder = tmp_path_factory.mktemp("published") / "tiny"
-    tiny_models.save_tiny("qwen3_moe", folder, max_shard_size="100KB")
-    tiny_models.tiny_tokenizer(folder)
-    for name in ("pytorch_model.bin", "model.gguf", "consolidated.safetensors", "modeling_own.py"):
-        (folder / name).write_bytes(b"not wanted " * 3000)
-    (folder / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
-    return folder
+    return publish(tmp_path_factory.mktemp("published") / "tiny")
 
 
 @pytest.fixture(scope="module")
@@ -99,12 +97,8 @@ def server(published):
 def settings(server, tmp_path, monkeypatch):
     """The client's settings point to the server and to an empty cache; there is no token."""
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    monkeypatch.setattr(constants, "ENDPOINT", server.endpoint)
-    template = server.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+    for name, value in client_settings(server, tmp_path).items():
+        monkeypatch.setattr(constants, name, value)
     yield
     huggingface_hub.close_session()
 
@@ -112,15 +106,6 @@ def settings(server, tmp_path, monkeypatch):
 @pytest.fixture
 def library(settings, tmp_path):
     return ModelLibrary(tmp_path / "data")
-
-
-def hashes(home):
-    """SHA-256 of everything made for a model but what names its source."""
-    return {
-        path.relative_to(home.root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(home.root.rglob("*"))
-        if path.is_file() and path.name not in (".lock", SOURCE_FILE)
-    }
 
 
 def make(library, name=REPO, *, on_progress=ignore, **fields):
@@ -281,32 +266,16 @@ def test_revision_is_a_model_of_its_own(library, server, published, tmp_path):
 
 # -- the fault matrix ---------------------------------------------------------------------
 
-FAULTS = {
-    "cut": ([hub_server.cut(0.6), hub_server.cut(0)],
-            HubUnreachableError, "the connection broke"),
-    "wrong bytes": ([hub_server.wrong_bytes] * 2, CheckpointError, "wrong contents twice"),
-    "stalled": ([hub_server.stall(0.3), hub_server.stall(0)],
-                HubUnreachableError, "nothing came for too long"),
-    "empty": ([hub_server.empty] * 2, HubBusyError, "empty"),
-    "busy, says when": ([hub_server.status(429, Retry_After="120")], HubBusyError,
-                        "in 120 seconds"),
-    "busy, by the other header": (
-        [hub_server.status(429, RateLimit='"resolvers";r=0;t=55')], HubBusyError, "in 55 seconds"),
-    "busy": ([hub_server.status(429)] * 2, HubBusyError, "in some minutes"),
-    "out of order": ([hub_server.status(503)] * 2, HubBusyError, "status 503"),
-    "address refused": ([hub_server.status(403)] * 2, HubAccessError, "status 403"),
-}  # fmt: skip
 
-
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", TOLD_FAULTS)
 def test_fault_in_a_file_is_told_and_the_second_try_finishes(
     name, library, server, published, whole
 ):
-    faults, kind, words = FAULTS[name]
-    server.faults[SHARD] = list(faults)
-    with pytest.raises(kind) as caught:
+    case = TOLD_FAULTS[name]
+    server.faults[SHARD] = list(case.faults)
+    with pytest.raises(case.kind) as caught:
         make(library)
-    assert words in str(caught.value)
+    assert case.words in str(caught.value)
     assert caught.value.hint
     assert not server.faults[SHARD]
     assert not library.resolve(REPO).ready_precisions
@@ -314,20 +283,9 @@ def test_fault_in_a_file_is_told_and_the_second_try_finishes(
     check_finished(library, published, whole)
 
 
-@pytest.mark.parametrize(
-    "faults",
-    [
-        [hub_server.cut(0.3), hub_server.cut(0.3), hub_server.cut(0.3)],
-        [hub_server.cut(0.5), hub_server.ignores_range],
-        [hub_server.wrong_bytes],
-        [hub_server.empty],
-        [hub_server.stall(0.5)],
-        [hub_server.status(503)],
-        [hub_server.status(429, Retry_After="0")],
-    ],
-)
-def test_fault_that_passes_is_not_told(faults, library, server, published, whole):
-    server.faults[SHARD] = list(faults)
+@pytest.mark.parametrize("name", PASSING_FAULTS)
+def test_fault_that_passes_is_not_told(name, library, server, published, whole):
+    server.faults[SHARD] = list(PASSING_FAULTS[name])
     make(library)
     assert not server.faults[SHARD]
     check_finished(library, published, whole)
@@ -575,12 +533,7 @@ def test_cancel_while_the_hub_does_not_answer_ends_at_once(library, server):
 @pytest.fixture
 def child(server, settings, tmp_path):
     """A process that forks one for each preparation; the client's settings come by environment."""
-    environment = os.environ | {
-        "HF_ENDPOINT": server.endpoint,
-        "HF_HOME": str(tmp_path),
-        "HF_HUB_CACHE": constants.HF_HUB_CACHE,
-        "HF_HUB_OFFLINE": "0",
-    }
+    environment = os.environ | client_environment(server, tmp_path)
     with subprocess.Popen(
         [sys.executable, str(CHILD)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
@@ -606,7 +559,7 @@ def test_killed_at_ten_moments_and_run_again_ends_with_the_same_bytes(
     child, server, library, published, whole, tmp_path
 ):
     moments = random.Random(6)
-    shards = sorted(name for name in NEEDED if name.startswith("model-"))
+    shards = SHARDS
     num_converted = 16
     data_dir, repo_dir = tmp_path / "data", hub.cached_repo_dir(REPO)
     for _ in range(5):

@@ -329,6 +329,15 @@ def test_notice_of_a_job_is_kept_with_it(make_bench):
     assert done.notes == ("No predictors were made.",)
 
 
+def test_room_that_a_job_takes_is_no_note_of_a_ready_model(make_bench):
+    bench = make_bench()
+    bench.begin()
+    bench.call.deliver(api.Notice(code="space", text="space: at most 1 GiB."))
+    bench.call.deliver(api.Notice(code="download-deleted", text="The disk has no room."))
+    (done,) = bench.done().finished
+    assert done.notes == ("The disk has no room.",)
+
+
 # -- a profile at the end
 
 

@@ -7,6 +7,7 @@ import sys
 
 import filelock
 import pytest
+from mira_engine.checkpoint import hub_cache
 from mira_engine.checkpoint.files import BACKBONE_MARKER, LOCK_FILE, MANIFEST_FILE
 from mira_engine.errors import PrepareError, UnknownModelError
 from mira_engine.library import SOURCE_FILE, ModelLibrary
@@ -243,6 +244,39 @@ def test_remove_last_revision_takes_the_repository_out_of_the_cache(library, tmp
     make_hub_ready(library, "owner/moe", snapshot)
     library.remove("owner/moe")
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_drop_file_frees_a_blob_that_has_no_other_name(tmp_path):
+    blobs = {"a": b"shared", "b": b"own", "c": b"twice", "d": b"twice"}
+    first = make_cached(tmp_path, "owner/moe", COMMIT, blobs)
+    second = make_cached(tmp_path, "owner/moe", COMMIT[::-1], {"a": b"shared"})
+    freed = {name: hub_cache.drop_file(first, name) for name in ("a", "b", "c")}
+    assert freed == {"a": 0, "b": 3, "c": 0}
+    assert [path.name for path in first.iterdir()] == ["d"]
+    assert (first / "d").read_bytes() == b"twice"
+    assert (second / "a").read_bytes() == b"shared"
+    assert hub_cache.drop_file(first, "d") == 5
+    (first / "b").symlink_to("../../blobs/own")
+    assert hub_cache.drop_file(first, "b") == 0
+    assert list(first.iterdir()) == []
+
+
+def test_link_replaces_what_a_killed_process_left(tmp_path):
+    snapshot = make_cached(tmp_path, "owner/moe", COMMIT, {"a": b"bytes"})
+    blob = (snapshot / "a").resolve()
+    (snapshot / "a").rename(snapshot / "a.link")
+    hub_cache.link(blob, snapshot / "a")
+    assert [path.name for path in snapshot.iterdir()] == ["a"]
+    assert hub_cache.drop_file(snapshot, "a") == 5
+
+
+def test_drop_file_leaves_what_lies_outside_the_repository(tmp_path):
+    snapshot = make_cached(tmp_path / "cache", "owner/moe", COMMIT, {})
+    outside = tmp_path / "outside"
+    outside.write_bytes(b"somebody's")
+    (snapshot / "a").symlink_to(outside)
+    assert hub_cache.drop_file(snapshot, "a") == 0
+    assert outside.read_bytes() == b"somebody's"
 
 
 def test_remove_folder_model_keeps_the_users_checkpoint(library, model_folder):

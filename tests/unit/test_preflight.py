@@ -7,6 +7,7 @@ import stored_forms
 import tiny_models
 from mira_engine.checkpoint.architecture import load_config, meta_model
 from mira_engine.checkpoint.experts import CheckpointExperts
+from mira_engine.checkpoint.hub_home import folder_figures
 from mira_engine.checkpoint.preflight import KeyKind, classify_keys, examine
 from mira_engine.checkpoint.shards import CheckpointShards
 from mira_engine.errors import CheckpointError, FormatError, UnsupportedModelError
@@ -193,18 +194,32 @@ def test_examine_experts_that_no_group_fits_are_refused_by_every_format(tmp_path
     assert isinstance(examine(tmp_path).problem, FormatError)
 
 
-def test_peak_deleting_lies_between_the_stores_and_the_peak(shared_inputs):
+def test_peak_deleting_is_what_is_made_and_a_few_shards(shared_inputs):
     folder = shared_inputs / "data" / "configs" / "WizardLM-2-8x22B"
     keys, total = read_index(folder)
     names = sorted(set(keys.values()))
-    found = examine(folder, keys=keys, shard_bytes=dict.fromkeys(names, total // len(names)))
-    stores = (Precision.NESTED,)
-    peak, least = found.peak_bytes(stores), found.peak_deleting_bytes(stores)
-    made = found.store_bytes(Precision.NESTED) + found.backbone_bytes
-    assert peak == pytest.approx(total + made, rel=0.001)
-    assert total < least < total + found.backbone_bytes + 0.1 * made
-    both = found.peak_deleting_bytes((Precision.INT8, Precision.INT4))
-    assert both > total + found.store_bytes(Precision.INT8)
+    shard = total // len(names)
+    found = examine(folder, keys=keys, shard_bytes=dict.fromkeys(names, shard))
+    for stores in ((Precision.NESTED,), (Precision.INT8, Precision.INT4)):
+        made = sum(map(found.store_bytes, stores)) + found.backbone_bytes
+        assert found.peak_bytes(stores) == pytest.approx(total + made, rel=0.001)
+        assert made < found.peak_deleting_bytes(stores) < made + 3 * shard
+
+
+def test_peak_deleting_without_names_is_not_known(shared_inputs):
+    folder = shared_inputs / "data" / "configs" / "OLMoE-1B-7B"
+    assert examine(folder).peak_deleting_bytes((Precision.NESTED,)) is None
+
+
+def test_shard_parameters_are_those_of_the_backbone(tiny_checkpoint):
+    folder = tiny_checkpoint("qwen3_moe", max_shard_size="100KB")
+    found = folder_figures(folder)
+    experts = CheckpointExperts(folder)
+    expected = {}
+    for key in experts.backbone_keys:
+        name = experts.shards.shard_of(key)
+        expected[name] = expected.get(name, 0) + experts.shards[key].num_bytes // 4
+    assert found.shard_parameters == expected
 
 
 def test_draft_bytes_are_the_hi_planes_or_the_int4_store(shared_inputs):

@@ -113,6 +113,7 @@ MESSAGES = [
     events.PrepareModel(
         request_id="r", model="builtin", is_predicting=True, calibration="/a/b c.txt"
     ),
+    events.PrepareModel(request_id="r", model="owner/m", is_download_deleted=False),
     events.LoadModel(
         request_id="r",
         model="/a/b c",

@@ -26,6 +26,17 @@ Calibration = Annotated[
 ]
 
 
+DeleteDownload = Annotated[
+    bool | None,
+    typer.Option(
+        "--delete-download/--keep-download",
+        help="Delete each downloaded file as soon as it is converted, or keep them all; without "
+        "it they go where the disk has no room for both.",
+        show_default=False,
+    ),
+]
+
+
 @takes_settings("precision")
 def prepare(
     model: Annotated[
@@ -35,6 +46,7 @@ def prepare(
     flags: Flags,
     no_predictors: NoPredictors = False,
     calibration: Calibration = None,
+    is_download_deleted: DeleteDownload = None,
     is_plain: Plain = False,
 ) -> None:
     """Makes a model ready: fetches, checks, converts, trains predictors. Goes on where it was
@@ -47,6 +59,7 @@ def prepare(
         flags,
         is_predicting=not no_predictors,
         calibration=calibration,
+        is_download_deleted=is_download_deleted,
         is_plain=is_plain,
         is_forced=False,
     )
@@ -59,6 +72,7 @@ def pull(
     ],
     flags: Flags,
     no_predictors: NoPredictors = False,
+    is_download_deleted: DeleteDownload = None,
     is_plain: Plain = False,
 ) -> None:
     """Downloads a model and makes it ready, with bytes, rate and time left. Goes on where it
@@ -69,6 +83,7 @@ def pull(
         flags,
         is_predicting=not no_predictors,
         calibration=None,
+        is_download_deleted=is_download_deleted,
         is_plain=is_plain,
         is_forced=True,
     )
@@ -80,6 +95,7 @@ def _make_ready(
     *,
     is_predicting: bool,
     calibration: Path | None,
+    is_download_deleted: bool | None,
     is_plain: bool,
     is_forced: bool,
 ) -> None:
@@ -90,5 +106,6 @@ def _make_ready(
                 is_forced=is_forced,
                 is_predicting=is_predicting,
                 calibration=None if calibration is None else str(calibration.absolute()),
+                is_download_deleted=is_download_deleted,
             )
         typer.echo(f"{model} is ready in {settings.engine.precision}.", err=True)

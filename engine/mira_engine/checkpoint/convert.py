@@ -64,20 +64,49 @@ def convert_experts(
     """
     if writer.is_finished:
         return
-    fmt = make_format(precision, checkpoint.shape)
     for layer in range(len(checkpoint.modules)):
-        if not writer.is_layer_done(layer):
-            writer.write_layer(layer, _records(checkpoint, fmt, layer, progress))
+        convert_layer(checkpoint, writer, precision, layer, progress, num_before=layer)
     writer.finish()
 
 
+def convert_layer(
+    checkpoint: CheckpointExperts,
+    writer: StoreWriter,
+    precision: Precision,
+    layer: int,
+    progress: Progress,
+    *,
+    num_before: int,
+) -> None:
+    """Writes one layer, unless it is there.
+
+    Args:
+        checkpoint: Where the experts come from; only this layer's shards are read.
+        writer: Where they go.
+        precision: Format of the store.
+        layer: Which.
+        progress: Reports `bytes` of records after each expert.
+        num_before: Layers that were converted before it, for the report.
+
+    Raises:
+        MiraError: As `convert_experts` says.
+    """
+    if not writer.is_layer_done(layer):
+        fmt = make_format(precision, checkpoint.shape)
+        writer.write_layer(layer, _records(checkpoint, fmt, layer, progress, num_before))
+
+
 def _records(
-    checkpoint: CheckpointExperts, fmt: ExpertFormat, layer: int, progress: Progress
+    checkpoint: CheckpointExperts,
+    fmt: ExpertFormat,
+    layer: int,
+    progress: Progress,
+    num_before: int,
 ) -> Iterator[Mapping[Plane, torch.Tensor]]:
     expert_bytes = sum(fmt.record_bytes(plane) for plane in fmt.planes)
     num_layers, num_experts = len(checkpoint.modules), checkpoint.num_experts
     for expert in range(num_experts):
-        done = (layer * num_experts + expert) * expert_bytes
+        done = (num_before * num_experts + expert) * expert_bytes
         detail = f"{fmt.precision.value}, layer {layer + 1} of {num_layers}"
         progress.report("convert", done, num_layers * num_experts * expert_bytes, "bytes", detail)
         yield fmt.encode(checkpoint.load(layer, expert))

@@ -197,6 +197,11 @@ class FloatShards(Mapping[str, TensorLocation]):
         return self._stored.shard_of(self._values_of(key))
 
     @property
+    def may_be_absent(self) -> bool:
+        """Whether shards need not be here: they come one after another."""
+        return self._stored.may_be_absent
+
+    @property
     def is_split(self) -> bool:
         """Whether some tensor has its values in one shard and its scales in another."""
         stored = self._stored

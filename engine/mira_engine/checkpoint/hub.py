@@ -20,8 +20,9 @@ from typing import TypeVar
 import huggingface_hub
 from huggingface_hub import constants
 from huggingface_hub.errors import HfHubHTTPError, HTTPError
+from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
-from ..errors import CheckpointError, HubUnreachableError
+from ..errors import CheckpointError, HubBusyError, HubUnreachableError
 from .backbone import SMALL_FILES
 from .hub_errors import TRANSIENT_STATUS, endpoint, no_weights, plain_error, retry_after_s
 from .progress import Progress
@@ -265,6 +266,50 @@ def read_remote_header(
         file=name,
     )
     return {key: (info.dtype, tuple(info.shape)) for key, info in header.tensors.items()}
+
+
+def read_range(
+    revision: HubRevision,
+    name: str,
+    start: int,
+    num_bytes: int,
+    progress: Progress,
+    patience: Patience = USUAL_PATIENCE,
+) -> bytes:
+    """Reads a part of a file.
+
+    Raises:
+        HubBusyError: The hub sends other bytes than were asked for.
+        MiraError: As `look_up` says.
+    """
+    url = huggingface_hub.hf_hub_url(revision.repo_id, name, revision=revision.commit)
+    headers = build_hf_headers() | {
+        "Accept-Encoding": "identity",
+        "Range": f"bytes={start}-{start + num_bytes - 1}",
+    }
+
+    def question() -> bytes:
+        with get_session().stream("GET", url, headers=headers, timeout=ANSWER_TIMEOUT_S) as answer:
+            hf_raise_for_status(answer)
+            told = answer.headers.get("Content-Range", "")
+            # Else all of the file comes, whatever its length.
+            is_part = answer.status_code == 206 and told.startswith(f"bytes {start}-")
+            return answer.read() if is_part else b""
+
+    found = ask(
+        question,
+        progress,
+        patience,
+        repo_id=revision.repo_id,
+        revision=revision.asked,
+        file=name,
+    )
+    if len(found) != num_bytes:
+        raise HubBusyError(
+            f"The hub does not send the part of {name} of {revision.repo_id} that was asked for.",
+            hint="Try again later, or keep the download: all of the file is asked for then.",
+        )
+    return found
 
 
 def ask(

@@ -45,12 +45,38 @@ def drop_revision(snapshot: Path) -> int:
     return freed
 
 
+def drop_file(snapshot: Path, name: str) -> int:
+    """Deletes one file of a snapshot, and its blob unless it has another name as well.
+
+    The blob goes first: a name that leads nowhere is a file that is not there, while a blob
+    without a name would be found by nobody.
+
+    Returns:
+        The bytes freed.
+
+    Raises:
+        OSError: A file cannot be deleted.
+    """
+    pointer, freed = snapshot / name, 0
+    blob, repo = pointer.resolve(), snapshot.parent.parent.resolve()
+    others = (path for path in snapshot.parent.rglob("*") if path != pointer and path.is_file())
+    if blob.is_file() and repo in blob.parents and all(each.resolve() != blob for each in others):
+        freed = blob.stat().st_size
+        blob.unlink()
+    pointer.unlink(missing_ok=True)
+    return freed
+
+
 def link(blob: Path, pointer: Path) -> None:
-    """Gives a blob its name in the snapshot, as the client does; a copy where links fail."""
+    """Gives a blob its name in the snapshot, as the client does; a copy where links fail.
+
+    Called under the client's lock of the blob. What a killed process left half-way is replaced:
+    as a second name it would keep the blob from being deleted.
+    """
     if pointer.exists() and pointer.samefile(blob):
         return
     pointer.parent.mkdir(parents=True, exist_ok=True)
-    made = pointer.with_name(f"{pointer.name}.{os.getpid()}.link")
+    made = pointer.with_name(f"{pointer.name}.link")
     made.unlink(missing_ok=True)
     try:
         made.symlink_to(os.path.relpath(blob, pointer.parent))

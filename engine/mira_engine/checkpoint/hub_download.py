@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -34,6 +35,9 @@ from .hub_errors import TRANSIENT_STATUS, plain_error, retry_after_s
 from .progress import Progress
 from .shards import INDEX_FILE
 from .writing import disk_errors, require_space, sync_folder
+
+MOVE_CACHE = "set HF_HOME to a folder on another disk"
+"""What helps where the cache's disk is too small."""
 
 _CHUNK_BYTES = 1 << 20
 _POLL_S = 0.1
@@ -56,12 +60,32 @@ def fetch_small_files(
     return revision.snapshot_dir
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whole:
+    """The download that a few files are part of, for the reports.
+
+    Attributes:
+        num_files: All files.
+        num_bytes: Their bytes.
+        num_files_before: Files that are through.
+        num_bytes_before: Their bytes.
+    """
+
+    num_files: int
+    num_bytes: int
+    num_files_before: int = 0
+    num_bytes_before: int = 0
+
+
 def download(
     revision: HubRevision,
     progress: Progress,
     *,
     patience: Patience = USUAL_PATIENCE,
     spare_bytes: int = 0,
+    files: Sequence[HubFile] | None = None,
+    whole: Whole | None = None,
+    elsewhere: str = MOVE_CACHE,
 ) -> Path:
     """Brings all that is needed of a repository into the client's cache, and no more.
 
@@ -70,6 +94,9 @@ def download(
         progress: Reports step `download` in bytes; asked ten times a second.
         patience: When to give up.
         spare_bytes: Room that must be left on the disk beside the files.
+        files: Only these of the weights.
+        whole: What they are a part of; themselves where it is not given.
+        elsewhere: What else than room helps where the disk is too small.
 
     Returns:
         The snapshot's folder: the checkpoint.
@@ -81,17 +108,18 @@ def download(
         DiskSpaceError: The disk is too small or full; what is there is kept.
         CancelledError: Somebody asked to stop; what is there is kept.
     """
-    folder = fetch_small_files(revision, progress, patience)
-    weights = revision.weight_files(folder / INDEX_FILE)
-    transfer = _Transfer(revision, weights, progress, patience)
+    if files is None:
+        folder = fetch_small_files(revision, progress, patience)
+        files = revision.weight_files(folder / INDEX_FILE)
+    transfer = _Transfer(revision, files, progress, patience, whole)
     require_space(
         Path(constants.HF_HUB_CACHE),
         transfer.missing_bytes + spare_bytes,
         f"{revision.repo_id} with what is made of it" if spare_bytes else revision.repo_id,
-        elsewhere="set HF_HOME to a folder on another disk",
+        elsewhere=elsewhere,
     )
     transfer.run(is_told=True)
-    return folder
+    return revision.snapshot_dir
 
 
 def cached_bytes(revision: HubRevision, files: Iterable[HubFile]) -> int:
@@ -144,9 +172,11 @@ class _Transfer:
         files: Sequence[HubFile],
         progress: Progress,
         patience: Patience,
+        whole: Whole | None = None,
     ) -> None:
         self._revision = revision
         self._files = files
+        self._whole = whole
         self._progress = progress
         self._patience = patience
         self._timeout_s = patience.read_timeout_s or float(constants.HF_HUB_DOWNLOAD_TIMEOUT)
@@ -196,15 +226,17 @@ class _Transfer:
             self._report(samples)
 
     def _report(self, samples: deque[tuple[float, int]]) -> None:
-        now, total = time.monotonic(), self.total_bytes
-        done = total - self.missing_bytes
+        whole = self._whole or Whole(num_files=len(self._files), num_bytes=self.total_bytes)
+        now = time.monotonic()
+        done = whole.num_bytes_before + self.total_bytes - self.missing_bytes
         samples.append((now, done))
         while len(samples) > 2 and now - samples[0][0] > _RATE_WINDOW_S:
             samples.popleft()
         seconds = now - samples[0][0]
         rate = max(done - samples[0][1], 0) / seconds if seconds > 0 else 0.0
-        detail = f"{self._num_whole} of {len(self._files)} files, {format_bytes(int(rate))}/s"
-        self._progress.report("download", done, total, "bytes", detail)
+        num_done = whole.num_files_before + self._num_whole
+        detail = f"{num_done} of {whole.num_files} files, {format_bytes(int(rate))}/s"
+        self._progress.report("download", done, whole.num_bytes, "bytes", detail)
 
     def _end(self, threads: list[threading.Thread]) -> None:
         """Stops the threads; one that hangs in a name look-up ends later and touches nothing."""

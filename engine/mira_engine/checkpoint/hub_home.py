@@ -7,19 +7,18 @@ a model that is complete is found without a network.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import HubUnreachableError, UnknownModelError
 from ..library import SOURCE_FILE, ModelHome, read_source
-from . import hub
+from . import hub, hub_cache
 from .hub import USUAL_PATIENCE, HubRevision, Patience
-from .hub_download import cached_bytes, download, fetch_small_files
+from .hub_download import MOVE_CACHE, cached_bytes, download, fetch_small_files
 from .preflight import Preflight, examine
 from .progress import Progress
 from .shards import INDEX_FILE, SINGLE_FILE, CheckpointShards
-from .writing import require_space, write_json
+from .writing import disk_errors, is_one_disk, require_space, write_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +36,11 @@ class HubCheckpoint:
     revision: HubRevision | None
     is_complete: bool
     license: str = ""
+
+    @property
+    def commit(self) -> str:
+        """A snapshot's folder is called after its commit."""
+        return self.revision.commit if self.revision is not None else self.folder.name
 
 
 def find(home: ModelHome, progress: Progress, patience: Patience = USUAL_PATIENCE) -> HubCheckpoint:
@@ -114,8 +118,8 @@ def folder_figures(folder: Path) -> Preflight:
     """
     examine(folder)  # What the configuration rules out comes before damaged files.
     shards = CheckpointShards(folder)
-    keys = {key: where.path.name for key, where in shards.items()}
-    sizes = {where.path.name: where.path.stat().st_size for where in shards.values()}
+    keys = {key: shards.shard_of(key) for key in shards}
+    sizes = {name: (folder / name).stat().st_size for name in set(keys.values())}
     return examine(folder, keys=keys, shard_bytes=sizes)
 
 
@@ -131,7 +135,7 @@ def note(home: ModelHome, found: HubCheckpoint) -> None:
     if found.is_complete:
         if source.get("is_complete") is not True or source.get("snapshot") != str(found.folder):
             _write(home, found, source, is_started=True, is_complete=True)
-    elif source.get("commit") != _commit(found):
+    elif source.get("commit") != found.commit:
         _write(home, found, source, is_started=False)
 
 
@@ -142,6 +146,7 @@ def bring(
     patience: Patience,
     *,
     made_bytes: int,
+    elsewhere: str = MOVE_CACHE,
 ) -> None:
     """Downloads a model's weights and writes down that they are here.
 
@@ -151,6 +156,7 @@ def bring(
         progress: Reports step `download` in bytes.
         patience: When to give up.
         made_bytes: What preparation writes afterwards; there must be room for it as well.
+        elsewhere: What else than room helps where the disk is too small.
 
     Raises:
         ModelError: A file is absent, or comes with other contents twice.
@@ -158,19 +164,60 @@ def bring(
         DiskSpaceError: The disk is too small or full; what is there is kept.
         CancelledError: Somebody asked to stop; what is there is kept.
     """
-    revision = found.revision
-    assert revision is not None
-    source = read_source(home.root)
-    is_same = source.get("is_started") is True and source.get("commit") == revision.commit
-    if not is_same:
-        weights = revision.weight_files(found.folder / INDEX_FILE)
-        source = source | {"is_ours": cached_bytes(revision, weights) == 0}
-    _write(home, found, source, is_started=True)
-    is_one_disk = os.stat(found.folder).st_dev == os.stat(home.root).st_dev
-    if not is_one_disk:
+    assert found.revision is not None
+    begin(home, found)
+    is_one = is_one_disk(found.folder, home.root)
+    if not is_one:
         require_space(home.root, made_bytes, f"Preparing {home.title}")
-    download(revision, progress, patience=patience, spare_bytes=made_bytes if is_one_disk else 0)
-    _write(home, found, source, is_started=True, is_complete=True)
+    download(
+        found.revision,
+        progress,
+        patience=patience,
+        spare_bytes=made_bytes if is_one else 0,
+        elsewhere=elsewhere,
+    )
+    _write(home, found, read_source(home.root), is_started=True, is_complete=True)
+
+
+def begin(home: ModelHome, found: HubCheckpoint) -> None:
+    """Writes down that a commit is being downloaded or used up, and whether by us.
+
+    Raises:
+        PrepareError: The file cannot be written.
+    """
+    _write(home, found, {"is_ours": _is_ours(home, found)}, is_started=True)
+
+
+def drop(home: ModelHome, found: HubCheckpoint) -> None:
+    """Deletes what is left of a download that was used up; the model stays with its commit.
+
+    Raises:
+        PrepareError: A file cannot be written or deleted.
+    """
+    _write(home, found, read_source(home.root), is_started=True, is_dropped=True)
+    with disk_errors(found.folder):
+        hub_cache.drop_revision(found.folder)
+
+
+def may_delete(home: ModelHome, found: HubCheckpoint) -> bool:
+    """Whether a checkpoint's weights were or will be downloaded for this home alone."""
+    if not _is_ours(home, found):
+        return False
+    roots = {path.parent for path in home.root.parent.glob(f"*/{SOURCE_FILE}")} - {home.root}
+    others = [read_source(root) for root in roots]
+    return not any(
+        each.get("is_started") is True and each.get("snapshot") == str(found.folder)
+        for each in others
+    )
+
+
+def _is_ours(home: ModelHome, found: HubCheckpoint) -> bool:
+    source, revision = read_source(home.root), found.revision
+    is_same = (source.get("is_started"), source.get("commit")) == (True, found.commit)
+    is_same = is_same and source.get("is_dropped") is not True  # What is there now came later.
+    if is_same or revision is None:
+        return is_same and source.get("is_ours") is True
+    return cached_bytes(revision, revision.weight_files(found.folder / INDEX_FILE)) == 0
 
 
 def doubt(home: ModelHome) -> bool:
@@ -192,14 +239,9 @@ def _write(
     fields = {
         "repo": home.repo_id,
         "revision": home.revision,
-        "commit": _commit(found),
+        "commit": found.commit,
         "snapshot": str(found.folder),
         "license": found.license,
         "is_ours": source.get("is_ours") is True,
     }
     write_json(home.root / SOURCE_FILE, fields | states)
-
-
-def _commit(found: HubCheckpoint) -> str:
-    """A snapshot's folder is called after its commit."""
-    return found.revision.commit if found.revision is not None else found.folder.name

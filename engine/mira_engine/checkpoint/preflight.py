@@ -30,6 +30,7 @@ from .experts import (
 )
 from .formats import make_format
 from .quantisation import Quantisation, StoredForm
+from .schedule import shard_steps, space_need
 from .store import StoreManifest
 
 SPARE_BYTES = 16 << 20
@@ -80,6 +81,8 @@ class Preflight:
         layer_shards: For each MoE layer the shards with its experts; empty without names.
         shard_bytes: Of each weight file; empty where not known.
         is_quantised: Whether weights are stored in another form than float.
+        shard_parameters: Of each weight file those that are not experts'; files that hold
+            none of them, and files without names of tensors, are left out.
     """
 
     config: PreTrainedConfig
@@ -91,6 +94,7 @@ class Preflight:
     problem: MiraError | None
     layer_shards: tuple[frozenset[str], ...] = ()
     shard_bytes: Mapping[str, int]
+    shard_parameters: Mapping[str, int]
     is_quantised: bool = False
 
     @property
@@ -109,12 +113,14 @@ class Preflight:
 
         Quantised weights are kept in bfloat16.
         """
-        width = 2
-        if not self.is_quantised and self.num_parameters:
-            width = min(
-                (1, 2, 4, 8), key=lambda w: abs(w - self.weights_bytes / self.num_parameters)
-            )
-        return (self.num_parameters - self.num_expert_parameters) * width
+        return (self.num_parameters - self.num_expert_parameters) * self._parameter_bytes
+
+    @property
+    def _parameter_bytes(self) -> int:
+        if self.is_quantised or not self.num_parameters:
+            return 2
+        mean = self.weights_bytes / self.num_parameters
+        return min((1, 2, 4, 8), key=lambda width: abs(width - mean))
 
     def store_bytes(self, precision: Precision) -> int:
         """Returns the bytes of one expert store.
@@ -142,25 +148,25 @@ class Preflight:
         return self.weights_bytes + self.backbone_bytes + made + SPARE_BYTES
 
     def peak_deleting_bytes(self, stores: Iterable[Precision]) -> int | None:
-        """Returns the peak if each shard went as soon as its last tensor was converted.
+        """Returns the peak if shards come one after another and go once they are used up.
 
-        `None` where it is not known which shard holds what.
+        As preparation does where it deletes what it downloads; see `schedule`. `None` where it
+        is not known which shard holds what.
         """
         if not self.layer_shards or not self.shard_bytes:
             return None
-        order = tuple(stores)
-        waiting = set().union(*self.layer_shards)
-        kept = {name: size for name, size in self.shard_bytes.items() if name in waiting}
-        written = self.backbone_bytes
-        peak = sum(self.shard_bytes.values()) + written
-        for store in order:
-            for layer in range(len(self.modules)):
-                written += self._layer_bytes(store)
-                peak = max(peak, sum(kept.values()) + written)
-                if store is order[-1]:
-                    later = frozenset().union(*self.layer_shards[layer + 1 :])
-                    kept = {name: size for name, size in kept.items() if name in later}
-        return peak + SPARE_BYTES
+        layer_bytes = sum(self._layer_bytes(store) for store in stores)
+        need = space_need(
+            shard_steps(self.layer_shards, self.shard_parameters),
+            shard_bytes=self.shard_bytes,
+            backbone_bytes={
+                name: number * self._parameter_bytes
+                for name, number in self.shard_parameters.items()
+            },
+            layer_bytes=dict.fromkeys(range(len(self.modules)), layer_bytes),
+            here_bytes={},
+        )
+        return need.whole_bytes + SPARE_BYTES
 
     def _layer_bytes(self, precision: Precision) -> int:
         assert self.shape is not None
@@ -246,6 +252,7 @@ def figures_of(
         layer_shards=_layer_shards(modules, mapped, keys or {}),
         shard_bytes=sizes,
         is_quantised=quantisation is not None,
+        shard_parameters=_shard_parameters(model, mapped, keys or {}),
     )
 
 
@@ -362,3 +369,18 @@ def _layer_shards(
         if layer is not None:
             shards[layer].add(keys[key])
     return tuple(frozenset(each) for each in shards) if keys else ()
+
+
+def _shard_parameters(
+    model: PreTrainedModel, mapped: tuple[_Mapped, ...], keys: Mapping[str, str]
+) -> dict[str, int]:
+    """Returns how many parameters of the backbone each shard holds."""
+    state, experts = model.state_dict(), expert_param_names(model)
+    targets = {
+        key: target for key, target, _ in mapped if target in state and target not in experts
+    }
+    parts = Counter(targets.values())
+    found: Counter[str] = Counter()
+    for key, target in targets.items():
+        found[keys[key]] += state[target].numel() // parts[target]
+    return dict(found)

@@ -24,7 +24,10 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 _LFS_PREFIX = b"version https://git-lfs"
-_MAX_HEADER_BYTES = 100_000_000
+MAX_HEADER_BYTES = 100_000_000
+SAMPLE_BYTES = 64 << 10
+"""What a fingerprint reads of each end of a file."""
+
 _NUMBERED = re.compile(r"(?P<stem>.*?)(?P<number>\d+)-of-(?P<total>\d{1,5})\.safetensors")
 _REDOWNLOAD = "Download this file again, or the whole checkpoint."
 
@@ -71,18 +74,31 @@ class CheckpointShards(Mapping[str, TensorLocation]):
     They are in one file, in the files that an index names, or in whatever safetensors files
     there are. What the files' own headers say holds: an index may be older than they are.
 
+    Args:
+        folder: The checkpoint.
+        headers: Tensors of every shard by its name, where shards may be absent: then none is
+            opened before a tensor of it is read.
+        fingerprint: What `fingerprint` returns, where shards may be absent.
+
     Raises:
         CheckpointError: No weights, or a shard is missing, truncated, a Git LFS pointer,
             unreadable, or named outside the folder, or a tensor is in two files. The message
             names the file.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        headers: Mapping[str, Mapping[str, TensorLocation]] | None = None,
+        fingerprint: str = "",
+    ) -> None:
         self.folder = folder
+        self._headers = headers
+        self._fingerprint = fingerprint
         self._locations: dict[str, TensorLocation] = {}
-        single = folder / SINGLE_FILE
-        if single.exists():
-            self._locations = read_header(single)
+        if (folder / SINGLE_FILE).exists() or SINGLE_FILE in (headers or ()):
+            self._locations = dict(self._header(SINGLE_FILE))
         elif (folder / INDEX_FILE).exists():
             self._read_index(folder / INDEX_FILE)
         else:
@@ -94,7 +110,7 @@ class CheckpointShards(Mapping[str, TensorLocation]):
             shard_of = {str(key): str(name) for key, name in weight_map.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{index} is no weight index.", hint=_REDOWNLOAD) from error
-        headers = {name: read_header(_inside(self.folder, name)) for name in _unique(shard_of)}
+        headers = {name: self._header(name) for name in _unique(shard_of)}
         holders = _holders(headers)
         for key, name in shard_of.items():
             if key not in holders:
@@ -135,6 +151,20 @@ class CheckpointShards(Mapping[str, TensorLocation]):
                 hint="Keep one set of weight files in the folder.",
             )
         return holders[0]
+
+    def _header(self, name: str) -> Mapping[str, TensorLocation]:
+        path = _inside(self.folder, name)
+        return read_header(path) if self._headers is None else self._headers[name]
+
+    @property
+    def may_be_absent(self) -> bool:
+        """Whether shards need not be here: they come one after another."""
+        return self._headers is not None
+
+    @property
+    def is_split(self) -> bool:
+        """Whether a tensor's values are in another shard than its scales: these have none."""
+        return False
 
     def shard_of(self, key: str) -> str:
         """Returns the name of the shard that holds a tensor, as the index has it."""
@@ -191,10 +221,12 @@ class CheckpointShards(Mapping[str, TensorLocation]):
         Raises:
             CheckpointError: A file cannot be read.
         """
+        if self._fingerprint:
+            return self._fingerprint
         digest = hashlib.sha256()
         for path in sorted({where.path for where in self._locations.values()}):
             size = path.stat().st_size
-            sample = min(size, 64 << 10)
+            sample = min(size, SAMPLE_BYTES)
             digest.update(f"{path.name} {size}\n".encode())
             digest.update(read_bytes(path, 0, sample).numpy())
             digest.update(read_bytes(path, size - sample, sample).numpy())
@@ -238,7 +270,7 @@ def read_header(path: Path) -> dict[str, TensorLocation]:
                     hint="Run `git lfs pull` in that folder, or download the file itself.",
                 )
             length = int.from_bytes(head, "little")
-            if len(head) < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
+            if len(head) < 8 or length > min(size - 8, MAX_HEADER_BYTES):
                 raise CheckpointError(
                     f"{path} is truncated or no safetensors file ({size} bytes).",
                     hint=_REDOWNLOAD,
@@ -251,6 +283,21 @@ def read_header(path: Path) -> dict[str, TensorLocation]:
         ) from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
+    return parse_header(path, size, raw)
+
+
+def parse_header(path: Path, size: int, raw: bytes) -> dict[str, TensorLocation]:
+    """Reads the text of a safetensors header and checks it against the length of the file.
+
+    Args:
+        path: The file; not opened.
+        size: Its length in bytes.
+        raw: The header, without the eight bytes of its length.
+
+    Raises:
+        CheckpointError: The header is no safetensors, or is of a file of another length.
+    """
+    length = len(raw)
     try:
         entries = {key: v for key, v in json.loads(raw).items() if key != "__metadata__"}
         found = {key: _location(path, 8 + length, entry) for key, entry in entries.items()}

@@ -297,7 +297,12 @@ class StoreWriter:
         num_missing = sum(
             not self.is_layer_done(layer) for layer in range(self._manifest.num_layers)
         )
-        return num_missing * sum(self._manifest.file_bytes.values())
+        return num_missing * self.layer_bytes
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer's files."""
+        return sum(self._manifest.file_bytes.values())
 
     def is_layer_done(self, layer: int) -> bool:
         """Whether the layer's files are on the account and have their length."""

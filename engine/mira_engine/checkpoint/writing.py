@@ -53,6 +53,16 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(existing).free
 
 
+def has_space(path: Path, num_bytes: int) -> bool:
+    """Whether so many bytes are free where `path` would be."""
+    return num_bytes <= free_bytes(path)
+
+
+def is_one_disk(path: Path, other: Path) -> bool:
+    """Whether two folders that exist lie in one file system."""
+    return os.stat(path).st_dev == os.stat(other).st_dev
+
+
 def require_space(
     path: Path, needed_bytes: int, what: str, *, elsewhere: str = "choose another data directory"
 ) -> None:

@@ -1,0 +1,85 @@
+"""What is to be made of a checkpoint: the backbone and every store that a precision takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..library import ModelHome
+from ..types import ExpertShape, Precision
+from .backbone import BackboneWriter, backbone_revision, write_backbone
+from .convert import checkpoint_revision, convert_experts, store_writer
+from .experts import CheckpointExperts
+from .formats import make_format
+from .progress import Progress
+from .store import StoreWriter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointWork:
+    """Everything that writes, with what earlier runs finished of it.
+
+    Attributes:
+        checkpoint: Where it all comes from.
+        backbone: Writes all but the experts.
+        writers: Write the experts, by the precision of their store.
+    """
+
+    checkpoint: CheckpointExperts
+    backbone: BackboneWriter
+    writers: Mapping[Precision, StoreWriter]
+
+    @classmethod
+    def of_home(
+        cls, home: ModelHome, checkpoint: CheckpointExperts, precision: Precision
+    ) -> CheckpointWork:
+        """Opens the writers of a home, whose lock is held.
+
+        Raises:
+            FormatError: A format cannot hold these experts.
+            PrepareError: A folder cannot be written.
+        """
+        revision = checkpoint_revision(checkpoint)
+        return cls(
+            checkpoint=checkpoint,
+            backbone=BackboneWriter(
+                checkpoint, home.backbone_dir, revision=backbone_revision(checkpoint, revision)
+            ),
+            writers={
+                each: store_writer(
+                    checkpoint, home.store_dir(each), each, source=home.title, revision=revision
+                )
+                for each in home.needed_precisions(precision)
+            },
+        )
+
+    @property
+    def missing_bytes(self) -> int:
+        """Bytes still to be written."""
+        backbone = self.backbone
+        weights = sum(backbone.missing_bytes(shard) for shard in backbone.shards)
+        stores = sum(writer.missing_bytes for writer in self.writers.values())
+        return weights + backbone.small_bytes + stores
+
+    def run(self, progress: Progress) -> None:
+        """Writes what is missing, one store after another; every shard must be here.
+
+        Raises:
+            CheckpointError: A shard cannot be read.
+            FormatError: An expert cannot be held in a format.
+            DiskSpaceError: The disk is full; what is finished is kept.
+            CancelledError: Somebody asked to stop; what is finished is kept.
+        """
+        write_backbone(self.backbone, progress)
+        for precision, writer in self.writers.items():
+            convert_experts(self.checkpoint, writer, precision, progress)
+
+
+def refuse_formats(home: ModelHome, shape: ExpertShape, precision: Precision) -> None:
+    """Refuses experts that a needed format cannot hold, before anything is written.
+
+    Raises:
+        FormatError: One cannot.
+    """
+    for needed in home.needed_precisions(precision):
+        make_format(needed, shape)
