@@ -6,6 +6,7 @@ weights and is wrong often, so that every reply has rounds that are rejected in 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -123,17 +124,37 @@ every_family = pytest.mark.parametrize("running", RUNNING, indirect=True)
 
 
 @pytest.mark.parametrize("running", RUNNING + WINDOWED, indirect=True)
-def test_greedy_text_is_the_same_at_every_depth(running: Speculating) -> None:
+def test_greedy_text_is_the_same_at_every_depth(
+    running: Speculating, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompt = _prompt()
     plain = running.plain(prompt, NEW_TOKENS)
     assert len(set(plain)) > 2, "a constant text proves nothing"
+    _prompt_drafts(running, monkeypatch, [*prompt, *plain])
     for k in DEPTHS:
         running.engine.state.reset()
         assert running.reply(prompt, NEW_TOKENS, k) == plain, f"K {k}"
         stats = running.engine.stats()
-        assert 0 < stats.num_accepted < stats.num_drafted, f"K {k} rejects and accepts"
-    assert running.engine.state.can_roll_back
+        assert 0 < stats.num_accepted < stats.num_drafted, f"K {k} accepts and rejects"
+    engine = running.engine
+    assert engine.state.can_roll_back
+    assert 0 < engine.state.num_bytes() <= engine.plan.kv_bytes + engine.plan.workspace_bytes
     assert not [n for n in running.notices if n.code == "speculation-off"]
+
+
+def _prompt_drafts(running: Speculating, monkeypatch: pytest.MonkeyPatch, text: list[int]) -> None:
+    """Makes most drafted tokens right: rounds of all lengths, and far fewer of them."""
+    draw, chance = Sampler.draw, random.Random(5)
+
+    def draw_often_right(self: Sampler, history: list[int], logits: torch.Tensor) -> DraftToken:
+        drawn = draw(self, history, logits)
+        is_drafting = running.engine.executor.phase is Phase.DRAFT
+        is_on_the_way = len(history) < len(text) and history == text[: len(history)]
+        if is_drafting and is_on_the_way and chance.random() < 0.7:
+            return DraftToken(text[len(history)], None)
+        return drawn
+
+    monkeypatch.setattr(Sampler, "draw", draw_often_right)
 
 
 @every_family
@@ -141,12 +162,12 @@ def test_second_turn_reuses_the_state_and_equals_a_fresh_conversation(
     running: Speculating,
 ) -> None:
     prompt = _prompt()
-    for k in (3, 8):
-        first = running.reply(prompt, 30, k)
+    for k in (2, 8):
+        first = running.reply(prompt, 12, k)
         second = [*prompt, *first, 17, 30, 4]
-        continued = running.reply(second, 30, k)
+        continued = running.reply(second, 16, k)
         assert running.engine.stats().num_cached_tokens >= len(prompt) + len(first) - 1
-        assert continued == running.plain(second, 30)
+        assert continued == running.plain(second, 16)
         running.engine.state.reset()
 
 
@@ -155,15 +176,15 @@ def test_reply_broken_off_anywhere_goes_on_from_where_the_round_began(
     running: Speculating,
 ) -> None:
     engine, prompt = running.engine, _prompt(40)
-    plain = running.plain(prompt, 30)
-    num_calls = _count_checks(running, lambda: running.reply(prompt, 12, 4))
+    plain = running.plain(prompt, 16)
+    num_calls = _count_checks(running, lambda: running.reply(prompt, 6, 4))
     is_kept = set()
-    for break_at in range(2, num_calls, max(1, num_calls // 12)):
+    for break_at in range(2, num_calls, num_calls // 6):
         engine.state.reset()
         said = _broken_off(running, prompt, break_at)
         assert said == plain[: len(said)]
         kept = engine.state.num_cached
-        rest = running.reply([*prompt, *said], 30 - len(said), 4)
+        rest = running.reply([*prompt, *said], 16 - len(said), 4)
         assert rest == plain[len(said) :]
         assert engine.stats().num_cached_tokens == kept
         is_kept.add(kept > 0)
@@ -198,10 +219,10 @@ def _broken_off(running: Speculating, prompt: list[int], break_at: int) -> list[
     engine = running.engine
     engine._fixed_depth = FixedDepth(4, "a test")
     engine.executor.is_cancelled = is_cancelled
-    said, reasons = [], []
+    reasons: list[FinishReason] = []
 
     def outer() -> Iterator[object]:
-        reasons.append((yield from engine.reply(prompt, SamplingConfig(max_new_tokens=12))))
+        reasons.append((yield from engine.reply(prompt, SamplingConfig(max_new_tokens=6))))
 
     said = [step for step in outer() if isinstance(step, int)]
     engine.executor.is_cancelled = lambda: False
@@ -213,9 +234,17 @@ def _broken_off(running: Speculating, prompt: list[int], break_at: int) -> list[
 def test_sampling_judges_by_the_logits_of_the_text_so_far(
     running: Speculating, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What `Sampler.accept` is given decides the distribution: the target's own logits."""
+    """What `Sampler.accept` is given decides the distribution: the target's own logits.
+
+    The draft's are made flatter, so that it is often wrong in every family.
+    """
     seen: dict[tuple[int, ...], torch.Tensor] = {}
-    accept = Sampler.accept
+    accept, draw = Sampler.accept, Sampler.draw
+    executor = running.engine.executor
+
+    def draw_flatter(self: Sampler, history: list[int], logits: torch.Tensor) -> DraftToken:
+        is_drafting = executor.phase is Phase.DRAFT
+        return draw(self, history, logits * 0.6 if is_drafting else logits)
 
     def spy(
         self: Sampler, history: list[int], drafted: list[DraftToken], logits: torch.Tensor
@@ -226,13 +255,14 @@ def test_sampling_judges_by_the_logits_of_the_text_so_far(
         return accept(self, history, drafted, logits)
 
     monkeypatch.setattr(Sampler, "accept", spy)
+    monkeypatch.setattr(Sampler, "draw", draw_flatter)
     prompt = _prompt()
     sampling = SamplingConfig(temperature=0.8, seed=3)
-    text = running.reply(prompt, 40, 4, sampling)
+    text = running.reply(prompt, 24, 4, sampling)
     stats = running.engine.stats()
     assert 0 < stats.num_accepted < stats.num_drafted
     running.engine.state.reset()
-    assert running.reply(prompt, 40, 4, sampling) == text, "a seed repeats the text"
+    assert running.reply(prompt, 24, 4, sampling) == text, "a seed repeats the text"
     running.engine.state.reset()
     whole = [*prompt, *text]
     expected = running.engine.passes.forward(whole, Phase.PREFILL, num_logits=len(whole))
@@ -243,13 +273,6 @@ def test_sampling_judges_by_the_logits_of_the_text_so_far(
             assert error <= 1e-4
             compared += 1
     assert compared == len(text) - 1, "every token but the prompt's own was judged"
-
-
-@every_family
-def test_held_state_stays_below_the_plan(running: Speculating) -> None:
-    engine = running.engine
-    running.reply(_prompt(), 20, 8)
-    assert 0 < engine.state.num_bytes() <= engine.plan.kv_bytes + engine.plan.workspace_bytes
 
 
 @pytest.mark.parametrize("running", ["jamba"], indirect=True)
