@@ -12,10 +12,12 @@ import pytest
 import torch
 from mira_engine.model import recurrent
 from mira_engine.model.kv import ReservedLayer, StateManager
+from mira_engine.model.linear import dense_groups
 from mira_engine.model.recurrent import mixers_of, running_state_bytes
 from tiny_running import OTHER_FAMILIES, save_other
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, JambaConfig, PreTrainedModel
+from transformers.models.jamba.modeling_jamba import JambaMambaMixer
 
 SCANNING = ("jamba", "qwen3_next", "nemotron_h", "granitemoehybrid")
 FAMILIES = (*SCANNING, *OTHER_FAMILIES, "lfm2_moe")
@@ -334,6 +336,13 @@ def test_planned_bytes_cover_what_is_held(model: PreTrainedModel, num_draft_toke
 
 def test_model_without_running_state_needs_no_bytes_and_no_mark() -> None:
     assert running_state_bytes(nn.Linear(3, 3), torch.float32, 4) == 0
+
+
+def test_time_steps_keep_their_weight_which_the_mixer_reads_itself() -> None:
+    with torch.device("meta"):
+        mixer = JambaMambaMixer(JambaConfig(hidden_size=1024, mamba_dt_rank=64), layer_idx=0)
+    names = [group.name for group in dense_groups(mixer.to(torch.bfloat16))]
+    assert names == ["in_proj", "x_proj", "out_proj"]
 
 
 def test_unknown_mixers_are_left_to_the_library(
