@@ -498,16 +498,10 @@ class Engine:
         logits = None
         while self.state.num_cached < total:
             start = self.state.num_cached
-            size = self.state.max_pass_tokens(chunk)
-            if size < chunk:
-                self._tell_once(
-                    "prompt-by-token",
-                    f"{self.model.config.model_type} models read what follows the first "
-                    f"{chunk} tokens one token at a time.",
-                )
-            num_passes = -(-(total - start) // size)
+            num_passes = -(-(total - start) // chunk)
             self.executor.obey(self.executor.driver.begin_prefill(num_passes))
-            logits = self.passes.forward(history[start : start + size], Phase.PREFILL)
+            self.state.mark()
+            logits = self.passes.forward(history[start : start + chunk], Phase.PREFILL)
             self.state.rollback(0)
             self._num_verified = self.state.num_cached
             yield (self.state.num_cached, total)

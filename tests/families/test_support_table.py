@@ -10,7 +10,7 @@ from families.refused import REFUSED, refusals
 from families.support import HEADER, MAX_ERROR, THINKING, TakesBack, readme_rows
 from mira_engine.checkpoint.refused import REFUSED_FAMILIES
 from mira_engine.model.reply_parts import THINK_TAGS, uses_channels
-from tiny_hybrids import RECURRENT_FAMILIES, UNCROPPED_FAMILIES
+from tiny_hybrids import UNCROPPED_FAMILIES
 from tiny_models import FAMILIES
 
 TEMPLATES = {
@@ -46,9 +46,7 @@ def test_table_says_of_each_family_what_the_exactness_tests_demand() -> None:
         _, error, drafts, takes_back, routers, thinking = readme_rows()[family]
         assert float(error) <= MAX_ERROR, family
         assert (drafts == "yes") == (takes_back != TakesBack.NOTHING), family
-        assert takes_back != TakesBack.NOTHING or family in (
-            RECURRENT_FAMILIES + UNCROPPED_FAMILIES
-        )
+        assert takes_back != TakesBack.NOTHING or family in UNCROPPED_FAMILIES
         assert routers in ("yes", "no", "in part"), family
         assert thinking == THINKING.get(family, "not known"), family
 

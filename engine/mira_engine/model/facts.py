@@ -13,13 +13,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..checkpoint.architecture import load_config, meta_model
 from ..checkpoint.experts import expert_modules_of, find_expert_modules
 from ..checkpoint.formats import ExpertFormat, int8_reference_bytes, make_format
-from ..config import EngineConfig
+from ..config import MAX_DRAFT_TOKENS, EngineConfig
 from ..errors import ConfigError
 from ..policy.budget import ModelFacts
 from ..policy.cost_model import ModelWork
 from ..types import CompileMode, ComputeDtype, Plane, Precision
 from .linear import draft_copy_bytes
 from .loader import TORCH_DTYPES
+from .recurrent import running_state_bytes
 
 DEFAULT_CONTEXT_TOKENS = 8192
 """Context where nobody chose one and the model allows more."""
@@ -127,6 +128,7 @@ def _facts(
     num_tokens = context_length(model_config, config.context_length)
     dense_weights = _dense_weights(model)
     top_k = experts_per_token(model_config)
+    max_drafted = MAX_DRAFT_TOKENS if config.num_draft_tokens is None else config.num_draft_tokens
     return ModelFacts(
         num_layers=len(modules),
         num_experts_per_layer=modules[0].num_experts,
@@ -138,7 +140,8 @@ def _facts(
         draft_copy_bytes=_draft_copy_bytes(model, config),
         non_expert_bytes=_non_expert_bytes(model, dtype),
         kv_bytes=_kv_bytes(model_config, dtype, num_tokens),
-        workspace_bytes=_workspace_bytes(model_config, config, target, num_tokens),
+        workspace_bytes=_workspace_bytes(model_config, config, target, num_tokens)
+        + running_state_bytes(model, dtype, max_drafted),
         work=ModelWork(
             num_layers=len(modules),
             num_experts=modules[0].num_experts,

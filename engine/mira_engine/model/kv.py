@@ -5,6 +5,9 @@ Draft and target share one transformers cache. Drafting extends it as a scratch,
 removes the rejected ones. The corrected or bonus token is the first uncached input of
 the next pass, so `num_cached` is always a target-consistent prefix between passes.
 
+Keys and values are cropped. What convolutions and scans keep is put back to where the round
+began, and from there brought forward: `mira_engine.model.recurrent`.
+
 Source: Specter, State Manager.
 """
 
@@ -14,13 +17,10 @@ from collections.abc import Sequence
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DummyLayer, DynamicLayer
 
 from ..errors import GenerationError
-
-RESTARTING_FAMILIES = frozenset({"jamba"})
-"""Families whose recurrent layers, in transformers 5.24, begin from an empty state in
-every pass of more than one token (their scan takes no initial state)."""
+from .recurrent import RunningState
 
 
 UNCROPPED_FAMILIES = frozenset({"deepseek_v4"})
@@ -116,7 +116,7 @@ class StateManager:
     Args:
         model: The loaded model; its config decides the cache's layer types.
         capacity: Most tokens of the conversation.
-        is_rollback_wanted: Whether caches with bounded state (windows, convolutions)
+        is_rollback_wanted: Whether caches with bounded state (windows, convolutions, scans)
             keep what a rollback needs.
     """
 
@@ -125,6 +125,7 @@ class StateManager:
         self.capacity = capacity
         is_croppable = model.config.model_type not in UNCROPPED_FAMILIES
         self._is_recording = is_rollback_wanted and is_croppable
+        self._running = RunningState(model)
         self.reset()
 
     def reset(self) -> None:
@@ -134,10 +135,17 @@ class StateManager:
             ReservedLayer(self.capacity) if type(layer) is DynamicLayer else layer
             for layer in self.cache.layers
         ]
+        running = self._running.attach(self.cache)
+        self._by_position = [
+            layer for index, layer in enumerate(self.cache.layers) if index not in running
+        ]
         if self._is_recording:
-            self.cache.activate_past_recording()
+            for layer in self._by_position:
+                if hasattr(layer, "activate_past_recording"):
+                    layer.activate_past_recording()
         self.tokens: list[int] = []
-        """Tokens whose KV state is in the cache, in order."""
+        """Tokens whose state is in the cache, in order."""
+        self._num_marked = 0
 
     @property
     def num_cached(self) -> int:
@@ -147,7 +155,7 @@ class StateManager:
     @property
     def can_roll_back(self) -> bool:
         """Whether `rollback` leaves no trace; known after the first forward pass."""
-        return self._is_recording and bool(self.cache.is_croppable)
+        return self._is_recording and all(layer.is_croppable for layer in self._by_position)
 
     @property
     def is_static(self) -> bool:
@@ -157,11 +165,19 @@ class StateManager:
         """
         return all(type(layer) is ReservedLayer for layer in self.cache.layers)
 
-    def max_pass_tokens(self, chunk_tokens: int) -> int:
-        """Returns how many prompt tokens the next pass may take, `chunk_tokens` at most."""
-        if self.tokens and self._config.model_type in RESTARTING_FAMILIES:
-            return 1
-        return chunk_tokens
+    def mark(self) -> None:
+        """Remembers the state here, between passes: rollbacks come back to it at most.
+
+        Needed before a draft, and before what may be broken off and shall not be lost.
+        """
+        if self._is_recording:
+            self._running.mark()
+            self._num_marked = len(self.tokens)
+
+    def begin_verification(self) -> None:
+        """Says that the next pass is a verification, of which a rollback keeps a part."""
+        if self._is_recording:
+            self._running.record()
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Tokens were run through the model: their state is in the cache now."""
@@ -171,33 +187,41 @@ class StateManager:
         """Removes the last `num_tokens` tokens' state, and trims recorded state.
 
         Called after every pass while recording, with 0 where nothing is rejected.
+
+        Raises:
+            RuntimeError: Something shall be removed and nothing was kept for it: neither
+                recorded nor, for running state, marked.
         """
-        if not self._is_recording:
+        if not self.can_roll_back:
             if num_tokens:
-                raise RuntimeError("rollback without recording")
+                raise RuntimeError("this state cannot be rolled back")
+            if self._is_recording:
+                self._stop_recording()
             return
-        if not self.cache.is_croppable:
-            if num_tokens:
-                raise RuntimeError("this cache cannot be rolled back")
-            self._stop_recording()
-            return
-        self.cache.crop(-num_tokens)
         if num_tokens:
+            num_since = len(self.tokens) - self._num_marked
+            self._running.go_back(num_since - num_tokens, num_since)
             del self.tokens[-num_tokens:]
+        for layer in self._by_position:
+            layer.crop(-num_tokens)
+        self._running.forget()
 
     def _stop_recording(self) -> None:
         """Stops keeping what a rollback would need, on a cache that has none.
 
         Recorded convolution states would grow with every token otherwise.
         """
-        self.cache.crop(0)
-        for layer in self.cache.layers:
+        for layer in self._by_position:
+            layer.crop(0)
             if hasattr(layer, "record_past"):
                 layer.record_past = False
         self._is_recording = False
 
     def reuse_prefix(self, prompt: Sequence[int]) -> int:
         """Keeps the longest common prefix of cache and prompt, at most all but one token.
+
+        Where tokens cannot be taken from the end one by one, that is all of the cache, the
+        part before the mark, or nothing.
 
         Returns:
             How many of the prompt's tokens are in the cache.
@@ -206,36 +230,42 @@ class StateManager:
         common = 0
         while common < limit and self.tokens[common] == prompt[common]:
             common += 1
-        surplus = len(self.tokens) - common
-        if surplus and not self.is_static:
-            self.reset()
-            return 0
-        if surplus:
-            self.cache.crop(-surplus)
-            del self.tokens[-surplus:]
-        return common
+        if common < len(self.tokens):
+            self._shorten(common)
+        return len(self.tokens)
 
     def recover(self, num_tokens: int) -> None:
         """Makes the cache whole after a reply was broken off inside a pass or a draft.
 
         Layers that had already run hold more tokens than the others, and a draft's tokens
         have the draft's state: all layers are cut back to `num_tokens`, the target's own
-        prefix. Where that is not possible the state is dropped, and the next reply reads
-        the chat again.
+        prefix, or to the mark before it. Where neither is possible the state is dropped, and
+        the next reply reads the chat again.
         """
         del self.tokens[num_tokens:]
+        self._shorten(num_tokens)
+
+    def _shorten(self, num_tokens: int) -> None:
+        """Cuts all layers, whatever each of them holds, back to `num_tokens` or less."""
         if not self.is_static:
-            self.reset()
-            return
-        for layer in self.cache.layers:
-            surplus = layer.get_seq_length() - len(self.tokens)
+            is_marked = 0 < self._num_marked <= num_tokens
+            kinds = {type(layer) for layer in self._by_position}
+            if not (self._is_recording and is_marked and kinds <= {ReservedLayer, DummyLayer}):
+                self.reset()
+                return
+            num_tokens = self._num_marked
+            self._running.go_back(0, 0)
+            self._running.forget()
+        del self.tokens[num_tokens:]
+        for layer in self._by_position:
+            surplus = layer.get_seq_length() - num_tokens if type(layer) is ReservedLayer else 0
             if surplus > 0:
                 layer.crop(-surplus)
 
     def num_bytes(self) -> int:
         """Bytes of the state in use."""
-        total = 0
-        for layer in self.cache.layers:
+        total = self._running.num_bytes
+        for layer in self._by_position:
             if isinstance(layer, ReservedLayer):
                 total += layer.num_bytes
                 continue

@@ -33,6 +33,9 @@ MIN_WEIGHTS = 2**16
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers of one module that get the same input, by the names that families give them."""
 
+_READ_DIRECTLY = frozenset({"dt_proj"})
+"""Layers whose weight their module multiplies with itself (Mamba's time steps): they stay."""
+
 
 class DenseSwitch:
     """Whether the layers of one model multiply with their draft forms now."""
@@ -200,7 +203,7 @@ def dense_groups(model: nn.Module) -> list[DenseGroup]:
     groups, seen = [], set()
     for owner_name, owner in model.named_modules():
         for name, layer in owner.named_children():
-            if id(layer) in seen or not _is_large(layer):
+            if id(layer) in seen or name in _READ_DIRECTLY or not _is_large(layer):
                 continue
             full = f"{owner_name}.{name}".lstrip(".")
             sharers = _sharers(model, layer)

@@ -99,6 +99,7 @@ class DraftStage:
         """
         drafted: list[DraftToken] = []
         sequence = list(history)
+        self._passes.state.mark()
         self.window.begin(num_tokens)
         while len(drafted) < num_tokens:
             logits = self._passes.forward([sequence[-1]], Phase.DRAFT)

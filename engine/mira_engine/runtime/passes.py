@@ -78,6 +78,8 @@ class ModelPasses:
             logits = self._run_step(step, tokens)[-num_logits:]
         else:
             meter.num_eager_passes += 1
+            if phase is Phase.VERIFY:
+                self.state.begin_verification()
             logits = (
                 self._model(
                     input_ids=torch.tensor([list(tokens)], device=self._model.device),
