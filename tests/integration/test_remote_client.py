@@ -237,6 +237,7 @@ def test_question_that_is_too_long_is_told_in_plain_words(server, client):
 @pytest.mark.parametrize(
     ("script", "said", "hint"),
     [
+        (refuses(307, location="https://other/v1"), "sends to https://other/v1", "that one"),
         (refuses(401, "No."), "wants a key", "MIRA_API_KEY"),
         (refuses(403, "Not in your country."), "Not in your country", "MIRA_API_KEY"),
         (refuses(404, "No model x."), "No model x", "--model"),

@@ -7,15 +7,13 @@ import json
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 
 import fake_engine
 import httpx2
 import openai
 import pytest
 from programs import begun
-from served import FAKE_PROGRAM, KEY, fake_serve, serving
+from served import KEY, fake_serve, serving
 
 REPLY = "".join(fake_engine.WORDS)
 HELLO = [{"role": "user", "content": "hello"}]
@@ -95,18 +93,6 @@ def test_models_and_health_are_told(plain, api):
     assert httpx2.get(f"{plain.root}/health").json() == {"status": "ok"}
 
 
-def test_thinking_and_messages_go_through_the_engine(tmp_path):
-    with serving(fake_serve(tmp_path, "thinking", "echo")) as served, served.client() as client:
-        chat = [{"role": "system", "content": "be brief"}, *HELLO]
-        message = client.chat.completions.create(model="builtin", messages=chat).choices[0].message
-        assert message.content == "system: be brief\nuser: hello\n"
-        assert message.reasoning_content == "".join(fake_engine.THOUGHTS)
-        stream = client.chat.completions.create(model="builtin", messages=chat, stream=True)
-        deltas = [chunk.choices[0].delta for chunk in stream]
-        thoughts = (getattr(delta, "reasoning_content", None) or "" for delta in deltas)
-        assert "".join(thoughts) == "".join(fake_engine.THOUGHTS)
-
-
 # -- refusals -------------------------------------------------------------------------------
 
 
@@ -143,24 +129,6 @@ def test_request_that_must_not_be_read_is_refused(plain, headers, body, status):
     assert answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("is_streamed", [False, True])
-def test_chat_beyond_the_context_is_refused_with_its_status(tmp_path, is_streamed):
-    with serving(fake_serve(tmp_path, "trimmed")) as served, served.client() as client:
-        with pytest.raises(openai.BadRequestError) as caught:
-            client.chat.completions.create(model="builtin", messages=HELLO, stream=is_streamed)
-        assert caught.value.code == "context_length_exceeded"
-        assert "2048" in caught.value.message
-
-
-def test_reply_that_fails_midway_says_so_in_the_stream(tmp_path):
-    with serving(fake_serve(tmp_path, "fail-reply")) as served, served.client() as client:
-        stream = client.chat.completions.create(model="builtin", messages=HELLO, stream=True)
-        texts: list[str] = []
-        with pytest.raises(openai.APIError, match="too long"):
-            texts.extend(chunk.choices[0].delta.content or "" for chunk in stream)
-        assert "".join(texts) == "A cache keeps "
-
-
 def test_engine_that_dies_is_told_and_started_again(tmp_path):
     once = tmp_path / "once"
     once.touch()
@@ -195,38 +163,6 @@ def test_key_is_needed_where_there_is_one_and_in_no_line(tmp_path):
         )
         assert named.status_code == 200
         assert not any(KEY in line for line in served.said)
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (("--host", "0.0.0.0"), "a key is needed"),
-        (("--host", "::"), "a key is needed"),
-        (("--api-key", "two words"), "no header can hold"),
-        (("--port", "70000"), "cannot listen"),
-        (("--max-waiting", "-1"), "max-waiting"),
-    ],
-)
-def test_wrong_usage_exits_2_before_anything_is_loaded(tmp_path, options, said):
-    done = subprocess.run(
-        [sys.executable, str(FAKE_PROGRAM), str(tmp_path / "marker"), "", "serve", *options],
-        capture_output=True, text=True, timeout=TIMEOUT_S,
-    )  # fmt: skip
-    assert done.returncode == 2, done.stderr
-    assert said in done.stderr
-    assert not (tmp_path / "marker").exists()
-
-
-def test_port_that_is_taken_is_told(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        done = subprocess.run(
-            [sys.executable, str(FAKE_PROGRAM), str(tmp_path / "marker"), "", "serve",
-             "--port", port],
-            capture_output=True, text=True, timeout=TIMEOUT_S,
-        )  # fmt: skip
-    assert done.returncode == 2
-    assert f"port {port}" in done.stderr
 
 
 # -- several clients, and those who leave -----------------------------------------------------

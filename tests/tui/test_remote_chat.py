@@ -6,7 +6,7 @@ import pytest
 from app_fakes import FakeHistory
 from app_scenes import state_text, until
 from fake_server import REPLY, FakeServer, cuts, refuses, says, stalls
-from mira_app.controller import ChatController, Stage
+from mira_app.controller import ChatController
 from mira_app.conversation import TurnStatus
 from mira_app.remote.catalog import RemoteCatalog, with_served_model
 from mira_app.remote.client import RemoteClient
@@ -52,7 +52,6 @@ async def until_ready(pilot) -> None:
 async def ask(pilot, text: str) -> None:
     pilot.app.screen.query_one(Composer).insert(text)
     await pilot.press("enter")
-    await until(pilot, lambda: pilot.app.controller.stage is not Stage.READY)
 
 
 async def until_answered(pilot, num_turns: int) -> None:
@@ -109,7 +108,27 @@ async def test_stop_keeps_what_was_said_and_retry_makes_a_sibling(make_app, serv
         assert controller.conversation.head.content == "A cache keeps "
 
 
-async def test_thinking_and_chat_settings_reach_the_server(make_app, server):
+async def test_failures_are_told_and_the_chat_goes_on(make_app, server):
+    app = make_app()
+    server.scripts += [cuts("A cache ", is_clean=True), refuses(429, "Slow down.")]
+    async with app.run_test(size=(120, 40)) as pilot:
+        await until_ready(pilot)
+        for number, partial, said in (
+            (1, "A cache ", "in the middle of the reply"),
+            (2, "", "takes no more requests now"),
+        ):
+            await ask(pilot, f"question {number}")
+            await until_answered(pilot, 2 * number)
+            head = app.controller.conversation.head
+            assert (head.status, head.content) == (TurnStatus.ERROR, partial)
+            await until(pilot, lambda said=said: any(said in text for text in info_texts(app)))
+        await ask(pilot, "question 3")
+        await until_answered(pilot, 6)
+        assert app.controller.conversation.head.content == REPLY
+
+
+async def test_settings_reach_the_server_and_panels_show_what_it_reports(make_app, server):
+    server.metrics.append(METRICS)
     app = make_app()
     async with app.run_test(size=(120, 40)) as pilot:
         controller = app.controller
@@ -125,37 +144,6 @@ async def test_thinking_and_chat_settings_reach_the_server(make_app, server):
         assert body["messages"][0] == {"role": "system", "content": "be brief"}
         assert (body["temperature"], body["top_p"], body["seed"]) == (0.5, 0.9, 3)
         assert body["max_tokens"] == 11
-
-
-@pytest.mark.parametrize(
-    ("script", "partial", "said"),
-    [
-        (cuts("A cache ", is_clean=True), "A cache ", "in the middle of the reply"),
-        (refuses(429, "Slow down."), "", "takes no more requests now"),
-    ],
-)
-async def test_failure_is_told_and_the_chat_goes_on(make_app, server, script, partial, said):
-    app = make_app()
-    async with app.run_test(size=(120, 40)) as pilot:
-        await until_ready(pilot)
-        server.scripts.append(script)
-        await ask(pilot, "first")
-        await until_answered(pilot, 2)
-        head = app.controller.conversation.head
-        assert (head.status, head.content) == (TurnStatus.ERROR, partial)
-        await until(pilot, lambda: any(said in text for text in info_texts(app)))
-        await ask(pilot, "second")
-        await until_answered(pilot, 4)
-        assert app.controller.conversation.head.content == REPLY
-
-
-async def test_panels_show_what_the_server_reports_and_name_what_it_does_not(make_app, server):
-    server.metrics.append(METRICS)
-    app = make_app()
-    async with app.run_test(size=(120, 40)) as pilot:
-        await until_ready(pilot)
-        await ask(pilot, "first")
-        await until_answered(pilot, 2)
         await until(pilot, lambda: "20 (8 cached)" in panel_text(app))
         lines = panel_text(app).splitlines()
         values = {line[:17].strip(): line[17:].strip() for line in lines}

@@ -12,46 +12,10 @@ from mira_app.serving.chat_requests import ChatRequest
 from mira_app.serving.errors import ApiError
 from mira_app.serving.replies import Ended, Piece, ReplyDesk, Waiting
 from mira_engine import api
+from scripted_engine import STATS, ScriptedEngine, done, say
 
-STATS = api.ReplyStats(num_prompt_tokens=3, num_new_tokens=2)
 LONG_S = 60.0
 WAIT_S = 30.0
-
-
-class ScriptedEngine:
-    """Gives calls to the test, which delivers their events."""
-
-    def __init__(self) -> None:
-        self.lost: api.EngineProcessError | None = None
-        self.calls: list[EngineCall] = []
-        self.cancelled: list[EngineCall] = []
-        self.has_call = threading.Event()
-
-    def new_request_id(self) -> str:
-        return f"r{len(self.calls)}"
-
-    def submit(self, request: api.Generate) -> EngineCall:
-        self.calls.append(EngineCall(request.request_id))
-        self.has_call.set()
-        return self.calls[-1]
-
-    def cancel(self, call: EngineCall) -> None:
-        if not call.is_done:
-            self.cancelled.append(call)
-            done(call, api.FinishReason.CANCELLED)
-
-    def close(self) -> None:
-        pass
-
-
-def done(call: EngineCall, reason: api.FinishReason = api.FinishReason.STOP) -> None:
-    call.deliver(
-        api.GenerationDone(request_id=call.request_id, text="", reason=reason, stats=STATS)
-    )
-
-
-def say(call: EngineCall, text: str, part: api.ReplyPart = api.ReplyPart.ANSWER) -> None:
-    call.deliver(api.TokenDelta(request_id=call.request_id, text=text, num_tokens=1, part=part))
 
 
 def request(*stops: str) -> ChatRequest:

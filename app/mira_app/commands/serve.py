@@ -28,7 +28,9 @@ def serve(
     host: Annotated[
         str, typer.Option("--host", help="Where to listen; other machines only with a key.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", help="Port; 0 takes any that is free.")] = 8000,
+    port: Annotated[
+        int, typer.Option("--port", min=0, max=65535, help="Port; 0 takes any that is free.")
+    ] = 8000,
     key: Annotated[
         str | None,
         typer.Option(

@@ -101,6 +101,9 @@ def context_limit(text: str) -> int | None:
 def _status_error(error: openai.APIStatusError, host: str, key: str | None) -> MiraError:
     status, said = error.status_code, _said(error, key)
     quoted = f": {said}" if said else "."
+    if 300 <= status < 400:
+        where = " ".join(error.response.headers.get("location", "elsewhere").split())
+        return ServerError(f"The server at {host} sends to {where}.", hint="Connect to that one.")
     if status == 401:
         what = "refuses the key" if key else "wants a key"
         return ServerError(f"The server at {host} {what}.", hint=_key_hint(key))

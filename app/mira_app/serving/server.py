@@ -29,8 +29,8 @@ def open_socket(host: str, port: int) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
+    except OSError as error:
+        reason = error.strerror or str(error)
         raise ConfigError(
             f"The server cannot listen at {host}, port {port}: {reason}.",
             hint="Give another --port; 0 takes any that is free.",
