@@ -334,6 +334,8 @@ class ChatScreen(MessageScreen):
             active = self.active_bindings.values()
             self.messages.welcome.update(welcome_text(title, controller.entry, active))
         limit = loaded.context_length if loaded is not None else 0
+        if is_remote and not controller.stats.num_prompt_tokens:
+            limit = 0  # A server tells at the end of a reply how long its prompt was.
         if controller.stats.num_prompt_tokens or stage is not Stage.REPLYING:
             self.context_meter.show(controller.stats, limit)
         self._shown_stage = stage
