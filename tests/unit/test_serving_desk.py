@@ -24,8 +24,11 @@ def request(*stops: str) -> ChatRequest:
 
 
 @pytest.fixture
-def engine():
-    return ScriptedEngine()
+async def engine():
+    scripted = ScriptedEngine()
+    yield scripted
+    for call in scripted.calls:
+        done(call)  # or a thread would wait for it, and the event loop for the thread
 
 
 def make_desk(
