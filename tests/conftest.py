@@ -34,6 +34,8 @@ os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 # What the person who runs the tests has chosen for their own chats must not decide them.
 for _variable in [name for name in os.environ if name.startswith("MIRA_CHAT_")]:
     del os.environ[_variable]
+for _variable in ("MIRA_CONNECT", "MIRA_API_KEY", "OPENAI_API_KEY"):
+    os.environ.pop(_variable, None)
 os.environ["MIRA_CHAT_CONFIG"] = str(REPOSITORY / "tests" / "no-such-settings.toml")
 
 # An example may take as long as a busy machine makes it.

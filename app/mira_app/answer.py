@@ -41,7 +41,7 @@ from mira_engine.api import (
 from .catalog import Catalog
 from .engine_call import EngineCall
 from .engine_client import EngineClient
-from .figures import count, derived, stats_line
+from .figures import REPORTED, count, derived, stats_line
 from .progress import ProgressDisplay
 from .progress import amount_text as amount_text
 from .progress import progress_text as progress_text
@@ -66,6 +66,9 @@ class Answer:
     def to_json(self) -> str:
         """Returns all of it as one JSON object, ASCII only."""
         loaded = self.loaded
+        stats: dict[str, object] = {**to_plain(self.stats), **derived(self.stats)}  # type: ignore[dict-item]
+        if loaded is not None and loaded.plan is None:
+            stats = {name: stats[name] for name in REPORTED}
         return json.dumps(
             {
                 "text": self.text,
@@ -76,9 +79,9 @@ class Answer:
                 "title": loaded.title if loaded else None,
                 "context_length": loaded.context_length if loaded else None,
                 "load_s": loaded.load_s if loaded else None,
-                "stats": {**to_plain(self.stats), **derived(self.stats)},  # type: ignore[dict-item]
+                "stats": stats,
                 "plan": {**to_plain(loaded.plan), "total_bytes": loaded.plan.total_bytes}  # type: ignore[dict-item]
-                if loaded
+                if loaded and loaded.plan
                 else None,
                 "notices": [to_plain(notice) for notice in self.notices],
             }
@@ -328,7 +331,10 @@ class Answerer:
 
     def stats_line(self, answer: Answer) -> str:
         """Returns the closing line of figures."""
-        budget = answer.loaded.plan.budget_bytes if answer.loaded else 0
+        loaded = answer.loaded
+        if loaded is None:
+            return stats_line(answer.stats, budget_bytes=0)
+        budget = loaded.plan.budget_bytes if loaded.plan is not None else None
         return stats_line(answer.stats, budget_bytes=budget)
 
     @property

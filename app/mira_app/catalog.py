@@ -58,6 +58,7 @@ class CatalogEntry:
         is_size_measured: Whether that was measured on the disk, not worked out.
         is_removable: Whether there is something to remove: files, or a line of the menu.
         ready_precisions: Every precision that it could be loaded in now.
+        is_remote: Whether a server elsewhere runs it.
     """
 
     model: str
@@ -70,6 +71,7 @@ class CatalogEntry:
     is_size_measured: bool = False
     is_removable: bool = False
     ready_precisions: tuple[Precision, ...] = ()
+    is_remote: bool = False
 
 
 class Catalog(Protocol):

@@ -14,7 +14,7 @@ from pathlib import Path
 from mira_engine.api import ConfigError
 
 from .setting_fields import FIELDS, Section, SettingField
-from .settings import VARIABLE_PREFIX, Origin, choose_settings
+from .settings import Origin, choose_settings, variable_of
 from .settings_file import SettingsFile, read_settings_file, write_default_file
 
 _NO_VALUE = "-"
@@ -92,7 +92,7 @@ def make_config_report(
     problems = list(file.problems)
     usable = dict(environ)
     for setting in FIELDS:
-        variable = VARIABLE_PREFIX + setting.name.upper()
+        variable = variable_of(setting, environ)
         try:
             choose_settings({}, {variable: environ.get(variable, "")})
         except ConfigError as error:
@@ -104,7 +104,7 @@ def make_config_report(
             setting=setting,
             value=setting.shown(chosen[setting.name].value),
             origin=chosen[setting.name].origin,
-            source=_source(setting, chosen[setting.name].origin),
+            source=_source(setting, chosen[setting.name].origin, environ),
         )
         for setting in FIELDS
     )
@@ -122,9 +122,9 @@ def init_config(path: Path) -> str:
     return f"wrote {path}; every setting in it is documented and none is changed."
 
 
-def _source(setting: SettingField, origin: Origin) -> str:
+def _source(setting: SettingField, origin: Origin, environ: Mapping[str, str]) -> str:
     if origin is Origin.ENVIRONMENT:
-        return f"{origin} ({VARIABLE_PREFIX}{setting.name.upper()})"
+        return f"{origin} ({variable_of(setting, environ)})"
     return origin.value
 
 

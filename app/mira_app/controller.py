@@ -47,6 +47,7 @@ from .catalog import Catalog, CatalogEntry
 from .conversation import Conversation, TurnStatus
 from .engine_call import EngineCall
 from .engine_client import EngineClient
+from .remote.figures import ServerFigures
 from .settings import Settings
 from .stored_chat import StoredChat, new_chat_id, title_of
 
@@ -100,6 +101,7 @@ class ChatController:
         prompt_progress: How far the prompt is read, while it is.
         trimmed: What of the chat did not fit the context of the running or the last reply.
         residency: Where the experts were last seen.
+        server: What the server that runs the model reports; `None` without one.
         sampling: How tokens of this chat are chosen.
         chat_id: The chat's name in the history.
         history: Where chats are kept, `None` for nowhere.
@@ -126,6 +128,7 @@ class ChatController:
         self.prompt_progress: PromptProgress | None = None
         self.trimmed: ContextTrimmed | None = None
         self.residency: ResidencySample | None = None
+        self.server: ServerFigures | None = None
         self.sampling = settings.sampling
         self.chat_id = new_chat_id()
         self.title = ""
@@ -160,7 +163,7 @@ class ChatController:
         if self._client.lost is not None:
             self._client.restart()
         self.entry, self.loaded, self.progress = entry, None, None
-        self.residency = None
+        self.residency = self.server = None
         if entry.is_ready:
             self._load(Stage.LOADING)
         else:
@@ -438,6 +441,8 @@ class ChatController:
             self.stats = event.stats
         elif isinstance(event, ResidencySample):
             self.residency = event
+        elif isinstance(event, ServerFigures):
+            self.server = event
         elif isinstance(event, ContextTrimmed):
             self.trimmed = event
         elif isinstance(event, PrepareDone):

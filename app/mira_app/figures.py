@@ -10,6 +10,13 @@ def bytes_per_load(stats: ReplyStats) -> float:
     return stats.bytes_moved / stats.num_records_loaded if stats.num_records_loaded else 0.0
 
 
+REPORTED = (
+    "num_prompt_tokens", "num_cached_tokens", "num_new_tokens", "elapsed_s", "ttft_s", "decode_s",
+    "tokens_per_s",
+)  # fmt: skip
+"""What can be told of a reply that no engine of ours made."""
+
+
 def derived(stats: ReplyStats) -> dict[str, float]:
     """Returns what follows from the counted figures, for `--json`."""
     return {
@@ -27,8 +34,16 @@ def count(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-def stats_line(stats: ReplyStats, *, budget_bytes: int) -> str:
-    """Returns the one line that `run` ends with."""
+def stats_line(stats: ReplyStats, *, budget_bytes: int | None) -> str:
+    """Returns the one line that `run` ends with.
+
+    Args:
+        stats: Of the reply.
+        budget_bytes: What the experts may hold, `None` where no engine of ours ran the model:
+            then only what a server reports is told.
+    """
+    if budget_bytes is None:
+        return " | ".join(_remote_parts(stats))
     parts = [
         count(stats.num_new_tokens, "token"),
         f"{stats.tokens_per_s:.1f} tok/s",
@@ -44,6 +59,18 @@ def stats_line(stats: ReplyStats, *, budget_bytes: int) -> str:
         f"experts {format_bytes(stats.expert_peak_bytes)} of {format_bytes(budget_bytes)}",
     ]
     return " | ".join(parts)
+
+
+def _remote_parts(stats: ReplyStats) -> list[str]:
+    parts = [
+        count(stats.num_new_tokens, "token"),
+        f"{stats.tokens_per_s:.1f} tok/s",
+        f"TTFT {stats.ttft_s:.2f} s",
+    ]
+    if stats.num_prompt_tokens:
+        cached = f" ({stats.num_cached_tokens} cached)" if stats.num_cached_tokens else ""
+        parts.append(f"prompt {count(stats.num_prompt_tokens, 'token')}{cached}")
+    return parts
 
 
 def profile_lines(profile: KProfile) -> list[str]:

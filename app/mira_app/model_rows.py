@@ -216,6 +216,8 @@ def details(row: ModelRow, *, free_bytes: int | None) -> Iterator[tuple[str, Ton
 
 def _verdict_line(row: ModelRow) -> tuple[str, Tone]:
     verdict = row.verdict
+    if row.entry.is_remote:
+        return "It runs on the server; nothing of it is needed here.", Tone.PLAIN
     if verdict is None:
         if row.is_judged:
             return "Here: working it out ...", Tone.PLAIN

@@ -37,6 +37,14 @@ OPTIONS: dict[str, Any] = {
         str | None,
         option("--model", metavar="M", help="`builtin`, `owner/name` of the hub, or a folder."),
     ],
+    "connect": Annotated[
+        str | None,
+        option(
+            "--connect",
+            metavar="URL",
+            help="Chat with the model of an OpenAI-compatible server; MIRA_API_KEY holds its key.",
+        ),
+    ],
     "budget": Annotated[
         str | None,
         option(

@@ -13,6 +13,8 @@ from operator import attrgetter
 
 from mira_engine.api import MemoryPlan, Notice, ReplyStats, ResidencySample
 
+from .remote.figures import ServerFigures
+
 MAX_RECENT = 60
 """Intervals of the short history."""
 
@@ -212,6 +214,7 @@ class PanelState:
         notices: Fallbacks in force.
         link_bytes_per_s: What the link can do; 0 where unknown.
         residency: The last picture of the cache.
+        server: What the server that runs the model reports; `None` where the engine here does.
         recent: The last intervals, `MAX_RECENT` at most.
         session: All replies since the start, in `MAX_SESSION` intervals at most.
     """
@@ -221,6 +224,7 @@ class PanelState:
     notices: tuple[Notice, ...] = ()
     link_bytes_per_s: float = 0.0
     residency: ResidencySample | None = None
+    server: ServerFigures | None = None
     recent: tuple[Interval, ...] = ()
     session: tuple[Interval, ...] = ()
 
@@ -254,6 +258,7 @@ class PanelHistory:
         notices: Sequence[Notice] = (),
         link_bytes_per_s: float = 0.0,
         residency: ResidencySample | None = None,
+        server: ServerFigures | None = None,
     ) -> PanelState:
         """Takes the figures of now.
 
@@ -268,6 +273,7 @@ class PanelHistory:
             notices=tuple(notices),
             link_bytes_per_s=link_bytes_per_s,
             residency=residency,
+            server=server,
             recent=self._recent,
             session=self._session,
         )

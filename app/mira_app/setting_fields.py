@@ -33,6 +33,7 @@ from .setting_parsers import (
     parse_memory,
     parse_milliseconds,
     parse_rate,
+    parse_server,
     parse_switch,
     parse_text,
     show_budget,
@@ -55,10 +56,12 @@ class ChatSettings:
     Attributes:
         model: `builtin`, or the folder of a checkpoint.
         system_prompt: First message of every chat; empty leaves it to the model's template.
+        connect: Address of the server whose model answers, `None` for the engine here.
     """
 
     model: str = BUILTIN
     system_prompt: str = ""
+    connect: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +133,7 @@ class SettingField:
         show: Turns the value into what a settings file holds.
         about: What it does, for people; says what it takes.
         example: What a settings file could hold, where the default is no value.
+        short_variable: Another environment variable that holds it, where there is one.
     """
 
     name: str
@@ -140,6 +144,7 @@ class SettingField:
     show: Callable[[object], object] = show_plain
     about: str
     example: object = None
+    short_variable: str = ""
 
     @property
     def default(self) -> object:
@@ -170,10 +175,10 @@ _whole = make_number_parser(int, "a whole number")
 _real = make_number_parser(float, "a number")
 
 
-def _chat(name: str, attribute: str, about: str) -> SettingField:
+def _chat(name: str, attribute: str, about: str, **more: object) -> SettingField:
     return SettingField(
-        name=name, section=Section.CHAT, part=ChatSettings, attribute=attribute,
-        parse=parse_text, about=about,
+        name=name, section=Section.CHAT, part=ChatSettings, attribute=attribute, about=about,
+        **({"parse": parse_text} | more),  # type: ignore[arg-type]
     )  # fmt: skip
 
 
@@ -207,6 +212,12 @@ def _interface(
 FIELDS: tuple[SettingField, ...] = (
     _chat("model", "model", "Model to open: builtin, or the folder of a checkpoint."),
     _chat("system", "system_prompt", "System prompt of new chats; empty takes the model's own."),
+    _chat(
+        "connect", "connect",
+        "Address of an OpenAI-compatible server whose model answers instead of one here. Its "
+        "key stands in MIRA_API_KEY or OPENAI_API_KEY, never in this file.",
+        parse=parse_server, example="http://127.0.0.1:8000/v1", short_variable="MIRA_CONNECT",
+    ),
     _engine(
         "precision", "precision", make_choice_parser(Precision),
         "Expert format of the model: nested, int8, bf16, int4 or float32.",

@@ -34,6 +34,14 @@ def parse_text(name: str, value: object) -> str:
     return value
 
 
+def parse_server(name: str, value: object) -> str | None:
+    """Takes the address of a server, and completes it; an empty text is none."""
+    from .remote.address import server_address
+
+    text = parse_text(name, value)
+    return server_address(text) if text.strip() else None
+
+
 def make_number_parser(
     kind: type[int] | type[float], what: str
 ) -> Callable[[str, object], int | float]:

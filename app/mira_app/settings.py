@@ -20,6 +20,7 @@ from .setting_fields import (
     ChatSettings,
     InterfaceSettings,
     Part,
+    SettingField,
 )
 
 VARIABLE_PREFIX = "MIRA_CHAT_"
@@ -36,6 +37,8 @@ class Settings:
         sampling: How tokens are chosen.
         system_prompt: First message of every chat; empty leaves it to the model's template.
         interface: How the application looks and behaves.
+        connect: Address of the server whose model answers, `None` for the engine here. Then
+            only a model named in the same place, or a later one, counts as given.
     """
 
     model: str = BUILTIN
@@ -46,6 +49,7 @@ class Settings:
     )
     system_prompt: str = ""
     interface: InterfaceSettings = field(default_factory=InterfaceSettings)
+    connect: str | None = None
 
 
 class Origin(enum.StrEnum):
@@ -63,6 +67,13 @@ class Chosen:
 
     value: object
     origin: Origin
+
+
+def variable_of(setting: SettingField, environ: Mapping[str, str]) -> str:
+    """Returns the environment variable that holds a setting, or would."""
+    variable = VARIABLE_PREFIX + setting.name.upper()
+    is_short = setting.short_variable and not environ.get(variable, "").strip()
+    return setting.short_variable if is_short and environ.get(setting.short_variable) else variable
 
 
 def choose_settings(
@@ -86,7 +97,7 @@ def choose_settings(
             raise ConfigError(f"There is no setting {name!r}.", hint=f"Known: {known}.")
     chosen: dict[str, Chosen] = {}
     for setting in FIELDS:
-        name, variable = setting.name, VARIABLE_PREFIX + setting.name.upper()
+        name, variable = setting.name, variable_of(setting, environ)
         text = environ.get(variable)
         if flags.get(name) is not None:
             chosen[name] = Chosen(value=setting.read(flags[name]), origin=Origin.FLAG)
@@ -117,12 +128,25 @@ def build_settings(chosen: Mapping[str, Chosen]) -> Settings:
     link = LinkConfig(**values[LinkConfig])  # type: ignore[arg-type]
     return Settings(
         model=chat.model,
-        is_model_given=chosen["model"].origin is not Origin.DEFAULT,
+        is_model_given=_is_model_given(chosen),
         engine=EngineConfig(link=link, **values[EngineConfig]),  # type: ignore[arg-type]
         sampling=SamplingConfig(**values[SamplingConfig]),  # type: ignore[arg-type]
         system_prompt=chat.system_prompt,
         interface=InterfaceSettings(**values[InterfaceSettings]),  # type: ignore[arg-type]
+        connect=chat.connect,
     )
+
+
+def _is_model_given(chosen: Mapping[str, Chosen]) -> bool:
+    """Whether the person named the model, and meant it for where it is to run.
+
+    A file's model of this machine says nothing of a server that a flag names.
+    """
+    order = list(Origin)
+    model, server = chosen["model"], chosen["connect"]
+    if model.origin is Origin.DEFAULT or server.value is None:
+        return model.origin is not Origin.DEFAULT
+    return order.index(model.origin) >= order.index(server.origin)
 
 
 def load_settings(

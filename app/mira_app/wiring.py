@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from .answer import Answerer
-    from .catalog import Shelf
+    from .catalog import Catalog, Shelf
     from .engine_client import EngineClient
     from .history import HistoryStore
     from .options import Flags
+    from .remote.client import RemoteClient
     from .settings import Settings
     from .settings_file import OpenedSettings
 
@@ -40,6 +41,53 @@ def make_catalog() -> Shelf:
     from .paths import data_dir
 
     return LibraryCatalog(data_dir())
+
+
+def make_remote_client(address: str) -> RemoteClient:
+    """Makes the client of a server; nothing is sent yet.
+
+    Raises:
+        ConfigError: The library that talks to servers is not installed.
+    """
+    from mira_engine.api import ConfigError
+
+    from .remote.address import api_key
+
+    try:
+        from .remote.client import RemoteClient
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"Connecting to a server needs the Python package {error.name}.",
+            hint="Install mira-chat again, with all that it needs.",
+        ) from None
+    return RemoteClient(address, key=api_key(os.environ))
+
+
+@contextlib.contextmanager
+def opened_engine(
+    settings: Settings, *, is_model_needed: bool = True
+) -> Iterator[tuple[EngineClient | RemoteClient, Catalog, Settings]]:
+    """Whoever answers chats, started: the engine here, or the server that the settings name.
+
+    Args:
+        settings: What the person chose.
+        is_model_needed: Whether one model has to be known, since nobody can be asked.
+
+    Yields:
+        The client, its models, and the settings with the server's model where it has one only.
+
+    Raises:
+        MiraError: The server cannot be reached, or has several models and none was named.
+    """
+    if settings.connect is None:
+        with make_client() as client:
+            yield client, make_catalog(), settings
+        return
+    with make_remote_client(settings.connect) as remote:
+        from .remote.catalog import RemoteCatalog, with_served_model
+
+        settings = with_served_model(remote, settings, is_needed=is_model_needed)
+        yield remote, RemoteCatalog(remote), settings
 
 
 @contextlib.contextmanager
@@ -99,15 +147,28 @@ def is_terminal(stream: TextIO | None) -> bool:
     return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
-def make_answerer(client: EngineClient, settings: Settings, *, is_plain: bool) -> Answerer:
-    """Makes what talks to the engine for a command, its progress on standard error."""
+def make_answerer(
+    client: EngineClient | RemoteClient,
+    settings: Settings,
+    *,
+    is_plain: bool,
+    catalog: Catalog | None = None,
+) -> Answerer:
+    """Makes what talks to the engine for a command, its progress on standard error.
+
+    Args:
+        client: Whoever answers.
+        settings: What the person chose.
+        is_plain: No bars, no colours.
+        catalog: The client's models, `None` for those of this machine.
+    """
     from .answer import Answerer
     from .progress import BarProgress, LineProgress
 
     is_drawing = is_terminal(sys.stderr) and not is_plain
     return Answerer(
         client,
-        make_catalog(),
+        make_catalog() if catalog is None else catalog,
         settings,
         err=sys.stderr,
         make_progress=BarProgress if is_drawing else LineProgress,

@@ -105,12 +105,14 @@ if typing.TYPE_CHECKING:
     from collections.abc import Callable
 
     from .library import ModelHome, ModelLibrary
+    from .model.reply_parts import THINK_TAGS, ThinkTags
     from .simulator.sweep import SimulationReport, SimulationRequest, SimulationRow
 
 __all__ = [
     "LIVE_FIELDS",
     "MAX_DRAFT_TOKENS",
     "PROTOCOL_VERSION",
+    "THINK_TAGS",
     "BudgetError",
     "CacheMode",
     "Cancel",
@@ -187,6 +189,7 @@ __all__ = [
     "StatsSample",
     "StoreError",
     "Strategy",
+    "ThinkTags",
     "TokenDelta",
     "TraceError",
     "UnknownModelError",
@@ -202,7 +205,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Loads the model library or the simulator when it is first asked for."""
+    """Loads the library, the simulator or the reply's parts when they are first asked for."""
     if name in ("ModelHome", "ModelLibrary"):
         from . import library
 
@@ -211,6 +214,10 @@ def __getattr__(name: str) -> object:
         from .simulator import sweep
 
         return getattr(sweep, name)
+    if name in ("THINK_TAGS", "ThinkTags"):
+        from .model import reply_parts
+
+        return getattr(reply_parts, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -480,6 +480,8 @@ class ModelLoaded:
     """The model answers from now on; also the answer to `Reconfigure`.
 
     Attributes:
+        context_length: Tokens of prompt and reply together, 0 where unknown.
+        plan: Where the memory goes, `None` where the model runs in no engine of ours.
         is_cache_kept: Whether the experts on the device stayed, after `Reconfigure`.
         link_bytes_per_s: Rate of the expert link as measured or emulated, 0 where unknown.
     """
@@ -488,7 +490,7 @@ class ModelLoaded:
     model: str
     title: str
     context_length: int
-    plan: MemoryPlan
+    plan: MemoryPlan | None
     load_s: float
     is_cache_kept: bool = False
     link_bytes_per_s: float = 0.0

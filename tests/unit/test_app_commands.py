@@ -113,6 +113,7 @@ def test_each_shared_option_is_a_setting():
         "min_p": 0.5,
         "budget": "1GiB",
         "memory": "1GiB",
+        "connect": "localhost:8000",
         "link_rate": "1GB",
     }
     given = {name: values.get(name, 1) for name in OPTIONS}

@@ -176,7 +176,10 @@ def test_transformers_does_not_take_our_folder_for_kernels(repository, copied_tr
 
 # -- cold start ---------------------------------------------------------------------------
 
-HEAVY = {"torch", "transformers", "triton", "accelerate", "numpy", "safetensors"}
+HEAVY = {
+    "torch", "transformers", "triton", "accelerate", "numpy", "safetensors", "openai", "httpx2",
+    "starlette", "uvicorn",
+}  # fmt: skip
 
 
 def heavy_modules_loaded_by(module: str, *, cwd: Path, path: str) -> set[str]:

@@ -19,6 +19,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "chat": Command("chat", "chat", "Opens the chat, or goes on with one."),
     "run": Command("run", "run", "Answers one prompt."),
+    "serve": Command("serve", "serve", "Serves a model to other programs, as OpenAI's do."),
     "models": Command("models", "models", "Lists the models one can pick."),
     "pull": Command("prepare", "pull", "Downloads a model and makes it ready."),
     "prepare": Command("prepare", "prepare", "Makes a model ready; goes on where it stopped."),

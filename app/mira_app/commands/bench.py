@@ -10,7 +10,7 @@ from .. import wiring
 from ..options import CHAT_SETTINGS, Flags, Json, ModelArgument, Plain, takes_settings
 from ..reporting import reporting_errors
 
-_NOT_MEASURED = ("model", "temperature", "max_tokens", "seed")
+_NOT_MEASURED = ("model", "connect", "temperature", "max_tokens", "seed")
 
 
 @takes_settings(*(name for name in CHAT_SETTINGS if name not in _NOT_MEASURED))

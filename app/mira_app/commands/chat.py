@@ -16,6 +16,8 @@ from ..options import CHAT_SETTINGS, Flags, Plain, takes_settings
 from ..reporting import reporting_errors
 
 if TYPE_CHECKING:
+    from ..catalog import Catalog
+    from ..model_desk import ModelDesk
     from ..settings import Settings
 
 FIXED_QUESTION = "In one sentence: what is a cache?"
@@ -109,10 +111,10 @@ def chat_plainly(settings: Settings, chat: str | None) -> None:
         if chat is not None:
             stored = find_chat(store, chat)
             conversation, settings = kept.resume(stored), _with_model_of(stored, settings)
-        with wiring.make_client() as client:
+        with wiring.opened_engine(settings) as (client, catalog, settings):
             plain = PlainChat(
                 client,
-                wiring.make_answerer(client, settings, is_plain=True),
+                wiring.make_answerer(client, settings, is_plain=True, catalog=catalog),
                 settings,
                 kept=kept,
                 conversation=conversation,
@@ -127,8 +129,8 @@ def chat_plainly(settings: Settings, chat: str | None) -> None:
 
 
 def _with_model_of(stored: Any, settings: Settings) -> Settings:
-    """Takes a chat's own model, unless the person named another."""
-    if settings.is_model_given or not stored.model:
+    """Takes a chat's own model, unless the person named another, or a server."""
+    if settings.is_model_given or settings.connect or not stored.model:
         return settings
     return dataclasses.replace(settings, model=stored.model, is_model_given=True)
 
@@ -148,16 +150,8 @@ def _open_app(flags: Flags, chat: str | None) -> None:
             stored = find_chat(store, chat)
         settings = _with_model_of(stored, settings)
     paths = app_paths(os.environ, settings.interface.history_path)
-    catalog = wiring.make_catalog()
-    client = wiring.make_client()
-    desk = make_desk(
-        catalog,
-        settings.engine,
-        wiring.make_client,
-        data_dir=paths.data_dir,
-        cache_dir=cache_dir(),
-    )
-    try:
+
+    def run(client: Any, catalog: Catalog, settings: Settings, desk: ModelDesk | None) -> None:
         controller = ChatController(client, catalog, settings)
         if stored is not None:
             controller.open_chat(stored)
@@ -168,6 +162,23 @@ def _open_app(flags: Flags, chat: str | None) -> None:
             desk=desk,
             problems=opened.problems,
         )
+
+    if settings.connect is not None:
+        # Asked before there is a screen: a server that is not there ends the command.
+        with wiring.opened_engine(settings, is_model_needed=False) as (client, models, settings):
+            run(client, models, settings, None)
+        return
+    shelf = wiring.make_catalog()
+    client = wiring.make_client()
+    desk = make_desk(
+        shelf,
+        settings.engine,
+        wiring.make_client,
+        data_dir=paths.data_dir,
+        cache_dir=cache_dir(),
+    )
+    try:
+        run(client, shelf, settings, desk)
     finally:
         desk.close()
         client.close()

@@ -107,8 +107,8 @@ def answer_prompt(
         sys.stderr if is_thinking_shown and style == "text" else None,
         is_dimmed=wiring.is_terminal(sys.stderr) and not (is_plain or os.environ.get("NO_COLOR")),
     )
-    with wiring.make_client() as client:
-        answerer = wiring.make_answerer(client, settings, is_plain=is_plain)
+    with wiring.opened_engine(settings) as (client, catalog, settings):
+        answerer = wiring.make_answerer(client, settings, is_plain=is_plain, catalog=catalog)
         if style == "events":
             answerer.on_event = _event_printer()
         try:

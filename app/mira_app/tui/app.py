@@ -149,6 +149,11 @@ class MiraApp(HistoryApp):
             await asyncio.to_thread(self._store.close)
         self.exit()
 
+    @property
+    def _is_model_here(self) -> bool:
+        """Whether a model is loaded, and by the engine of this machine."""
+        return self.controller.loaded is not None and self.controller.server is None
+
     async def _remember(self) -> None:
         """Writes draft and model where they changed; once refused, says so and gives up."""
         loaded = self.controller.loaded
@@ -157,7 +162,7 @@ class MiraApp(HistoryApp):
             draft = self.chat_screen.composer.full_text  # not while it is taken down
         self._state = AppState(
             is_tour_done=self._state.is_tour_done,
-            model=loaded.model if loaded is not None else self._state.model,
+            model=loaded.model if self._is_model_here else self._state.model,
             draft=draft,
             chat_id=self.controller.chat_id if self.controller.unfinished else "",
             partial=self.controller.unfinished,
@@ -289,6 +294,9 @@ class MiraApp(HistoryApp):
         from .screens.controls import ControlsScreen
 
         loaded, engine = self.controller.loaded, self._engine
+        if self.controller.server is not None:
+            self.notify("These are for models that run here; this one runs on a server.")
+            return
         has_failed = self.controller.stage is Stage.FAILED and self.controller.entry is not None
         if loaded is None and not has_failed:
             self.notify("Pick a model first: these are its engine's.", severity="warning")

@@ -323,7 +323,9 @@ class ChatScreen(MessageScreen):
         engine = controller.settings.engine
         known = loaded or controller.entry
         title = known.title if known is not None else "no model"
-        facts = f"{engine.precision} · {engine.dtype}"
+        entry = controller.entry
+        is_remote = entry is not None and entry.is_remote
+        facts = sanitise(entry.about) if is_remote else f"{engine.precision} · {engine.dtype}"
         self.model_line.update(
             Content.assemble(("mira-chat  ", "bold $primary"), sanitise(title), f" · {facts}")
         )
@@ -332,6 +334,8 @@ class ChatScreen(MessageScreen):
             active = self.active_bindings.values()
             self.messages.welcome.update(welcome_text(title, controller.entry, active))
         limit = loaded.context_length if loaded is not None else 0
+        if is_remote and not controller.stats.num_prompt_tokens:
+            limit = 0  # A server tells at the end of a reply how long its prompt was.
         if controller.stats.num_prompt_tokens or stage is not Stage.REPLYING:
             self.context_meter.show(controller.stats, limit)
         self._shown_stage = stage
@@ -348,6 +352,7 @@ class ChatScreen(MessageScreen):
             notices=controller.notices,
             link_bytes_per_s=loaded.link_bytes_per_s if loaded is not None else 0.0,
             residency=controller.residency,
+            server=controller.server,
         )
         self.strip.show(self.panel_state)
         self.side_panel.show(self.panel_state)

@@ -19,6 +19,7 @@ from textual.widget import Widget
 from mira_app.panel_history import PanelState
 
 from .panels.sections import column, strip
+from .panels.server import server_column, server_strip
 
 COLUMN_WIDTH = 30
 """Fewest characters of a line of the column."""
@@ -89,7 +90,11 @@ class LivePanel(Widget):
         self._draw()
 
     def _draw(self) -> None:
-        lines = (column if self._is_column else strip)(self._state, self._width)
+        if self._state.server is not None:
+            draw = server_column if self._is_column else server_strip
+        else:
+            draw = column if self._is_column else strip
+        lines = draw(self._state, self._width)
         known = list(zip(self._lines, self._drawn, strict=True))
         known += [(Content("\0"), [])] * (len(lines) - len(known))
         self._drawn = [

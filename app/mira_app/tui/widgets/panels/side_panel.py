@@ -99,6 +99,7 @@ class SidePanel(VerticalScroll):
         self._is_due = False
         self.column.show(self._state)
         self.map.show(self._state.residency)
+        self.map.display = self._state.server is None
         self.set_timer(REST_S, self._draw)
 
     def action_resize(self, steps: int) -> None:

@@ -1,0 +1,1 @@
+"""Chatting with a model that another program serves, over an OpenAI-compatible interface."""

@@ -1,0 +1,1 @@
+"""The local engine behind an OpenAI-compatible endpoint."""
