@@ -22,7 +22,6 @@ from transformers.cache_utils import DummyLayer, DynamicLayer
 from ..errors import GenerationError
 from .recurrent import RunningState
 
-
 UNCROPPED_FAMILIES = frozenset({"deepseek_v4"})
 """Families whose layers hold, in transformers 5.24, compressed keys that `crop` leaves in."""
 
