@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 
 from mira_engine.api import ConfigError, MiraError
-from textual.app import App
 from textual.notifications import SeverityLevel
 from textual.theme import Theme
 
@@ -19,13 +18,14 @@ from mira_app.paths import AppPaths
 from mira_app.sanitise import sanitise
 from mira_app.setting_fields import InterfaceSettings
 
+from .ordered_keys import OrderedKeysApp
 from .themes import check_theme, make_themes
 
 PROBLEM_S = 12.0
 """Seconds that a problem is shown; F1 keeps it among the notes."""
 
 
-class PersonalApp(App[None]):
+class PersonalApp(OrderedKeysApp):
     """What `MiraApp` is beside its screens.
 
     Args of the constructor: how it is to look; where files are, `None` to keep nothing; what
