@@ -162,7 +162,7 @@ class Verdicts(Protocol):
         """Has a model judged anew, after something was measured or made for it."""
         ...
 
-    def close(self) -> None:
+    def close(self, grace_s: float = 0.2) -> None:
         """Ends the process, if there is one."""
         ...
 
@@ -243,11 +243,11 @@ class VerdictBoard:
             self._release()
         return is_new
 
-    def close(self) -> None:
+    def close(self, grace_s: float = 0.2) -> None:
         """Ends the process, if there is one; blocks for a second or two at most."""
         client, self._client, self._call, self._asked = self._client, None, None, None
         if client is not None:
-            client.close(grace_s=0.2)
+            client.close(grace_s)
 
     def _release(self) -> None:
         """Ends the process in the background, so that no screen waits for it."""

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable
 
 from textual import getters, work
+from textual.actions import SkipAction
 from textual.screen import ActiveBinding, Screen
 
 from mira_app.clipboard import ClipboardError, ClipboardRoute, copy_text
@@ -101,6 +102,18 @@ class MessageScreen(Screen[None]):
         async with self._drawing:
             await self.messages.show(self._controller.conversation)
             await self.messages.jump_to(turn_id)
+
+    def action_copy_text(self) -> None:
+        """Copies what the mouse has selected in the messages.
+
+        Raises:
+            SkipAction: Nothing is.
+        """
+        selected = self.get_selected_text()
+        if not selected:
+            raise SkipAction
+        self.clear_selection()  # or the key could not stop a reply any more
+        self._copy(sanitise(selected), "selection")
 
     def _copy_code(self, text: str) -> None:
         blocks = code_blocks(sanitise(text))
