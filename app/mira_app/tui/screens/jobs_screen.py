@@ -7,7 +7,6 @@ the same model leaves no room for is put off, and goes on by itself when the cha
 from __future__ import annotations
 
 from textual import getters
-from textual.screen import Screen
 
 from mira_app.catalog import CatalogEntry
 from mira_app.controller import ChatController, Stage
@@ -18,10 +17,12 @@ from mira_app.tui.keymap import key_text
 from mira_app.tui.widgets.model_table import ModelList
 from mira_app.tui.widgets.work_view import WorkView
 
+from .coverable import CoverableScreen
+
 DESK_INTERVAL_S = 0.25
 
 
-class JobsScreen(Screen[None]):
+class JobsScreen(CoverableScreen):
     """A screen with models, some of them being downloaded or prepared.
 
     Args of the constructor: the controller; the desk with jobs and verdicts, `None` where

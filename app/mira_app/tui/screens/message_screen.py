@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from textual import getters, work
 from textual.actions import SkipAction
-from textual.screen import ActiveBinding, Screen
+from textual.screen import ActiveBinding
 
 from mira_app.clipboard import ClipboardError, ClipboardRoute, copy_text
 from mira_app.controller import ChatController
@@ -25,9 +25,10 @@ from mira_app.tui.widgets.messages import ChatMessage
 
 from .chat_keys import LESS_ON_A_MESSAGE
 from .code_picker import CodePicker
+from .coverable import CoverableScreen
 
 
-class MessageScreen(Screen[None]):
+class MessageScreen(CoverableScreen):
     """A screen with messages and a composer.
 
     Args of the constructor: the controller, whose conversation the messages are.
