@@ -61,7 +61,7 @@ _WIDTHS = {
     Column.PARAMETERS: 10,
     Column.DOWNLOAD: 9,
     Column.PREPARED: 10,
-    Column.VERDICT: 32,
+    Column.VERDICT: 31,
     Column.STATE: 14,
 }
 _BY_PRIORITY = (

@@ -160,6 +160,7 @@ class MiraApp(LastingApp):
         """
         if self.controller.stage in (Stage.IDLE, Stage.FAILED):
             self._is_chat_due = False
+            self.models_screen.is_chat_open = self.chat_screen in self.screen_stack
         is_ready = self.controller.stage is Stage.READY
         if self._is_chat_due and is_ready and self.screen is self.models_screen:
             self._is_chat_due = False
@@ -177,7 +178,7 @@ class MiraApp(LastingApp):
         except MiraError as error:
             self.models_screen.show_problem(error)
         else:
-            self._is_chat_due = True
+            self._is_chat_due = self.models_screen.is_chat_open = True
             self.models_screen.take(Update(is_stage_new=True))
 
     def choose_model(self, model: str) -> None:

@@ -40,7 +40,7 @@ class JobsScreen(CoverableScreen):
         self._wanted: str | None = None
         """The model that is to be loaded once its job is done."""
         self.is_chat_open = False
-        """Whether the chat lies over the menu; whoever puts it there says so."""
+        """Whether the chat lies over the menu or is about to; whoever puts it there says so."""
         self._told_put_off: set[str] = set()
 
     def show_models(self) -> None:
