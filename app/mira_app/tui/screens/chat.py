@@ -108,7 +108,7 @@ class ChatScreen(MessageScreen):
 
     @property
     def _is_laid_out(self) -> bool:
-        """Whether there is something to show; not where the app was left before that."""
+        """Whether there is something to draw on: not before, and not while it is taken down."""
         return bool(self.query(Composer))
 
     # -- asking
@@ -253,7 +253,8 @@ class ChatScreen(MessageScreen):
     async def take(self, update: Update) -> None:
         """Shows what a poll brought."""
         async with self._drawing:
-            await self._draw(update)
+            if self._is_laid_out:
+                await self._draw(update)
 
     async def _draw(self, update: Update) -> None:
         await self._write(update)
