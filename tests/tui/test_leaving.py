@@ -6,6 +6,7 @@ import threading
 
 from app_scenes import Scene, state_text, until
 from app_shell_fakes import make_app
+from mira_app.controller import Stage
 from mira_app.conversation import TurnStatus
 from mira_app.tui.lasting_app import QUIT_GRACE_S
 from textual.selection import SELECT_ALL
@@ -35,6 +36,7 @@ async def test_ctrl_c_takes_back_a_question_that_waits_for_the_model():
     scene = Scene()
     async with scene.app.run_test(size=SIZE) as pilot:
         await scene.chatting(pilot)
+        scene.controller.stage = Stage.LOADING
         scene.app.chat_screen._is_send_due = True
         await pilot.press("ctrl+c")
         assert not scene.app.chat_screen._is_send_due

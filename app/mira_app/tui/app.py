@@ -83,7 +83,7 @@ class MiraApp(LastingApp):
         Binding("ctrl+q", "quit", "Quit", priority=True, id="app.quit"),
         Binding(
             "ctrl+c", "interrupt", "Stop, or quit", show=False, priority=True, id="app.interrupt",
-            tooltip="stop the reply; with nothing to stop, twice: quit",
+            tooltip="stop the reply; twice: quit",
         ),
     ]  # fmt: skip
 

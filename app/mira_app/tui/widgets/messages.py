@@ -121,7 +121,7 @@ class UserMessage(ChatMessage):
             "enter,t",
             "fold",
             "Unfold",
-            tooltip="unfold a long question or the thinking, or fold it",
+            tooltip="unfold a question, or thinking",
             id="message.fold",
         ),
     ]
