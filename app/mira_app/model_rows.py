@@ -14,7 +14,7 @@ from .verdicts import FitVerdict
 
 _GAP = 2
 _MIN_NAME_WIDTH = 16
-_MAX_NAME_WIDTH = 36
+_MAX_NAME_WIDTH = 32
 _WIDEST = 999
 
 
@@ -61,7 +61,7 @@ _WIDTHS = {
     Column.PARAMETERS: 10,
     Column.DOWNLOAD: 9,
     Column.PREPARED: 10,
-    Column.VERDICT: 31,
+    Column.VERDICT: 24,
     Column.STATE: 14,
 }
 _BY_PRIORITY = (
@@ -86,8 +86,8 @@ def columns_for(width: int) -> dict[Column, int]:
     name = min(_MAX_NAME_WIDTH, _MIN_NAME_WIDTH + left)
     widths = {column: _WIDTHS[column] for column in Column if column in kept}
     if Column.VERDICT in widths:
-        # What the name does not want: a verdict may be longer than its column.
-        widths[Column.VERDICT] += min(6, left - (name - _MIN_NAME_WIDTH))
+        # What the name does not want: a whole verdict is longer than its rate.
+        widths[Column.VERDICT] += min(16, left - (name - _MIN_NAME_WIDTH))
     return {Column.NAME: max(1, min(name, width))} | widths
 
 
