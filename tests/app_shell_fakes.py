@@ -21,6 +21,7 @@ from mira_app.paths import AppPaths, app_paths
 from mira_app.settings import load_settings
 from mira_app.tui.app import MiraApp
 from mira_app.tui.screens.chat import ChatScreen
+from mira_app.unsent import Unsent, read_unsent, take_place
 from mira_engine import api
 from textual.screen import ModalScreen
 
@@ -94,6 +95,19 @@ def make_paths(folder: Path) -> AppPaths:
         "MIRA_CHAT_DATA_DIR": str(folder / "data"),
         "MIRA_CHAT_CONFIG": str(folder / "config.toml"),
     })  # fmt: skip
+
+
+def leave_unsent(paths: AppPaths, **unsent: str) -> None:
+    """Leaves what an app before had not sent or finished; leaves nothing where none is given."""
+    if unsent:
+        place = take_place(paths.state.parent)
+        place.save(Unsent(**unsent))
+        place.close()
+
+
+def unsent_of(app: MiraApp) -> Unsent:
+    """What the app's own file holds now."""
+    return read_unsent(app._unsent_place._path)
 
 
 def record_drawing(monkeypatch) -> list:

@@ -193,3 +193,7 @@ class DeskScene:
         await until(pilot, lambda: bool(self.client.calls))
         self.client.deliver_loaded(PLAN)
         await until(pilot, lambda: isinstance(self.app.focused, Composer))
+
+    async def requested_load(self, pilot, model: str) -> None:
+        """Waits until the chat's engine is asked to load a model."""
+        await until(pilot, lambda: getattr(self.client.requests[-1], "model", "") == model)

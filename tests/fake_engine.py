@@ -15,6 +15,9 @@ Run as `python fake_engine.py [MODE ...]`; a mode changes one behaviour:
     fail-load       LoadModel ends with a BudgetError
     fail-reply      Generate ends with a ContextLengthError after two tokens
     slow-prepare    preparation goes on until cancelled
+    die-mid-prepare=PATH  ten layers, each noted in PATH once it is done; SIGKILLs itself
+                    after the fifth, and goes on from there the next time
+    stubborn        ends by SIGKILL alone, or a minute after its start
     escapes         the reply carries terminal control sequences, split over deltas
     empty           the reply has no text
     thinking        the reply has thinking before it, with an escape sequence
@@ -138,6 +141,8 @@ class FakeEngine:
                 self.cancelled.add(request.request_id)
             else:
                 self.requests.put(request)
+        if "stubborn" in self.modes:
+            return
         self.requests.put(None)
         # Nothing of a fake is worth an orderly end once the app is gone.
         threading.Timer(0.5, os._exit, (0,)).start()
@@ -158,10 +163,15 @@ class FakeEngine:
         self.emit(api.EngineReady(protocol_version=version, pid=os.getpid()))
         if "hang" in self.modes:
             threading.Event().wait()
+        if "stubborn" in self.modes:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            threading.Timer(60.0, os._exit, (1,)).start()
         threading.Thread(target=self.beat, daemon=True).start()
         threading.Thread(target=self.read, daemon=True).start()
         while (request := self.requests.get()) is not None:
             if isinstance(request, api.Shutdown):
+                if "stubborn" in self.modes:
+                    continue
                 return 0
             if "unread" in self.modes:
                 self.emit(api.RequestFailed(request_id="", code="MiraError", message="Unread."))
@@ -181,6 +191,9 @@ class FakeEngine:
         return 0
 
     def prepare(self, request: api.PrepareModel) -> None:
+        if "die-mid-prepare" in self.modes:
+            self.prepare_layers(request, self.modes["die-mid-prepare"])
+            return
         done = 0
         while done < 10 or "slow-prepare" in self.modes:
             if request.request_id in self.cancelled:
@@ -207,6 +220,26 @@ class FakeEngine:
                 )
             )
             time.sleep(0.005)  # steps a watcher can see one by one
+        self.end_preparation(request)
+
+    def prepare_layers(self, request: api.PrepareModel, path: str) -> None:
+        """Does what is not done yet of ten layers; is killed in the middle of all of them."""
+        with open(path, "a+") as file:
+            file.seek(0)
+            num_done = len(file.readlines())
+            for layer in range(num_done, 10):
+                print(layer, file=file, flush=True)
+                self.emit(
+                    api.PrepareProgress(
+                        request_id=request.request_id, step="convert", done=layer + 1, total=10,
+                        unit="layers",
+                    )
+                )  # fmt: skip
+                if not num_done and layer == 4:
+                    os.kill(os.getpid(), signal.SIGKILL)
+        self.end_preparation(request)
+
+    def end_preparation(self, request: api.PrepareModel) -> None:
         if "marker" in self.modes:
             with open(self.modes["marker"], "w"):
                 pass

@@ -8,6 +8,7 @@ from dataclasses import replace
 from app_scenes import NOTICES
 from fake_engine import PLAN
 from mira_app.panel_history import PanelHistory, PanelState
+from mira_app.tui.screens.coverable import CoverableScreen
 from mira_app.tui.screens.details import DetailsScreen
 from mira_app.tui.widgets.live_panel import LivePanel
 from mira_app.tui.widgets.panels.side_panel import SidePanel
@@ -16,7 +17,6 @@ from textual import getters
 from textual.app import App, ComposeResult
 from textual.binding import Binding
 from textual.containers import Horizontal, Vertical
-from textual.screen import Screen
 from textual.widgets import TextArea
 
 NUM_LAYERS, NUM_EXPERTS = 30, 16
@@ -97,7 +97,7 @@ class Feed:
         )
 
 
-class PanelScreen(Screen[None]):
+class PanelScreen(CoverableScreen):
     """Something to write in, with the panels around it as the chat has them."""
 
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-wide")]

@@ -1,7 +1,7 @@
 """What the app remembers from one time to the next: no setting, and nobody edits it.
 
 A small JSON file beside the app's other data. Two apps at once: the later writer wins,
-whole; chats are not here but in the history.
+whole; chats are not here but in the history, and what is not sent yet is in `unsent`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from .atomic_file import replace_file
 
-_MAX_FILE_BYTES = 4 * 2**20
+_MAX_FILE_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,16 +23,10 @@ class AppState:
     Attributes:
         is_tour_done: Whether the first-start tour was seen.
         model: The model loaded last, empty for none.
-        draft: Text in the composer that was not sent.
-        chat_id: The chat whose reply was under way, empty for none.
-        partial: That reply, as far as it had come.
     """
 
     is_tour_done: bool = False
     model: str = ""
-    draft: str = ""
-    chat_id: str = ""
-    partial: str = ""
 
 
 class StateFile:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from mira_engine.api import ChatMessage, ModelLoaded, ReplyStats, SamplingConfig, to_plain
 
 from .answer import Answer, Answerer, ReplyStreams
-from .figures import derived
+from .figures import NO_DRAFT, derived
 
 NUM_PROMPTS, NUM_PROMPTS_QUICK = 10, 3
 NUM_TOKENS, NUM_TOKENS_QUICK = 64, 24
@@ -41,8 +41,8 @@ class BenchReply:
     stats: ReplyStats
 
     @property
-    def figures(self) -> dict[str, float]:
-        """The figures of `FIGURES`."""
+    def figures(self) -> dict[str, float | None]:
+        """The figures of `FIGURES`; `None` for the acceptance where nothing was drafted."""
         known = {**derived(self.stats), "ttft_s": self.stats.ttft_s}
         return {name: known[name] for name in FIGURES}
 
@@ -55,15 +55,13 @@ class BenchReport:
     replies: tuple[BenchReply, ...]
 
     @property
-    def medians(self) -> dict[str, float]:
-        """The median of each figure; replies that drafted nothing have no acceptance."""
-        return {name: statistics.median(self._values(name)) for name in FIGURES}
+    def medians(self) -> dict[str, float | None]:
+        """The median of each figure over the replies that have it."""
+        return {name: self._median(name) for name in FIGURES}
 
-    def _values(self, name: str) -> list[float]:
-        replies = self.replies
-        if name == "acceptance_rate":
-            replies = tuple(each for each in replies if each.stats.num_drafted) or replies
-        return [reply.figures[name] for reply in replies]
+    def _median(self, name: str) -> float | None:
+        values = [value for reply in self.replies if (value := reply.figures[name]) is not None]
+        return statistics.median(values) if values else None
 
     def lines(self) -> list[str]:
         """Returns a table: a row for each reply, the medians last."""
@@ -155,10 +153,14 @@ def measure(
     return BenchReport(loaded=loaded, replies=tuple(replies))
 
 
-def _row(name: str, tokens: str, figures: dict[str, float]) -> str:
+def _row(name: str, tokens: str, figures: dict[str, float | None]) -> str:
     cells = [f"{name:<14}", f"{tokens:>6}"]
     for key, heading in FIGURES.items():
-        value = figures[key]
-        text = f"{value:.1%}" if key in ("hit_rate", "acceptance_rate") else f"{value:.2f}"
-        cells.append(f"{text:>{len(heading)}}")
+        cells.append(f"{_cell(key, figures[key]):>{len(heading)}}")
     return "  ".join(cells)
+
+
+def _cell(key: str, value: float | None) -> str:
+    if value is None:
+        return NO_DRAFT
+    return f"{value:.1%}" if key in ("hit_rate", "acceptance_rate") else f"{value:.2f}"

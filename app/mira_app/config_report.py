@@ -7,14 +7,14 @@ since this is the command that finds the mistake.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from mira_engine.api import ConfigError
 
 from .setting_fields import FIELDS, Section, SettingField
-from .settings import Origin, choose_settings, variable_of
+from .settings import Chosen, Origin, build_settings, choose_settings, variable_of
 from .settings_file import SettingsFile, read_settings_file, write_default_file
 
 _NO_VALUE = "-"
@@ -108,7 +108,30 @@ def make_config_report(
         )
         for setting in FIELDS
     )
+    problems += _interface_problems(chosen, file, environ)
     return ConfigReport(file=file, rows=rows, problems=tuple(problems))
+
+
+def _interface_problems(
+    chosen: Mapping[str, Chosen], file: SettingsFile, environ: Mapping[str, str]
+) -> Iterator[ConfigError]:
+    """Yields what only the terminal interface knows to be wrong; it is loaded where it must."""
+    if all(chosen[name].origin is Origin.DEFAULT for name in ("theme", "keymap")):
+        return
+    from .tui.settings_check import interface_problems
+
+    try:
+        interface = build_settings(chosen).interface
+    except ConfigError as error:
+        yield error  # Each value holds by itself: together they do not.
+        return
+    for name, key, problem in interface_problems(interface):
+        place, hint = file.place_of(name, chosen[name].value, key), problem.hint
+        if chosen[name].origin is Origin.ENVIRONMENT:
+            place = ""
+            setting = next(each for each in FIELDS if each.name == name)
+            hint = f"{hint} It comes from the variable {variable_of(setting, environ)}."
+        yield ConfigError(f"{place}{problem.message}", hint=hint)
 
 
 def init_config(path: Path) -> str:

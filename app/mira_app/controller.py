@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 from dataclasses import dataclass
-from typing import Protocol
 
 from mira_engine.api import (
     CancelledError,
@@ -36,9 +35,7 @@ from mira_engine.api import (
     PromptProgress,
     Reconfigure,
     ReplyPart,
-    ReplyStats,
     ResidencySample,
-    SamplingConfig,
     StatsSample,
     TokenDelta,
 )
@@ -47,16 +44,9 @@ from .catalog import Catalog, CatalogEntry
 from .conversation import Conversation, TurnStatus
 from .engine_call import EngineCall
 from .engine_client import EngineClient
+from .open_chat import History, OpenChat
 from .remote.figures import ServerFigures
 from .settings import Settings
-from .stored_chat import StoredChat, new_chat_id, title_of
-
-
-class History(Protocol):
-    """Where chats are kept."""
-
-    def save(self, chat: StoredChat) -> object:
-        """Keeps a chat; raises `MiraError` where it cannot."""
 
 
 class Stage(enum.StrEnum):
@@ -88,24 +78,16 @@ class Update:
     is_stage_new: bool = False
 
 
-class ChatController:
+class ChatController(OpenChat):
     """Owns the conversation and the engine's state; the screens show both.
 
-    Attributes:
+    Attributes, beside those of the chat:
         stage: What is going on.
-        entry: The model chosen last.
         loaded: What the engine said when it was loaded.
-        conversation: The chat.
-        stats: Figures of the running or the last reply.
         progress: The last report of a preparation.
         prompt_progress: How far the prompt is read, while it is.
-        trimmed: What of the chat did not fit the context of the running or the last reply.
         residency: Where the experts were last seen.
         server: What the server that runs the model reports; `None` without one.
-        sampling: How tokens of this chat are chosen.
-        chat_id: The chat's name in the history.
-        history: Where chats are kept, `None` for nowhere.
-        title: Its name for people: how its first question begins, until it is renamed.
     """
 
     def __init__(
@@ -116,32 +98,21 @@ class ChatController:
         *,
         history: History | None = None,
     ) -> None:
+        super().__init__(settings, history)
         self._client = client
         self._catalog = catalog
-        self.settings = settings
         self.stage = Stage.IDLE
-        self.entry: CatalogEntry | None = None
         self.loaded: ModelLoaded | None = None
-        self.conversation = Conversation(system_prompt=settings.system_prompt)
-        self.stats = ReplyStats()
         self.progress: PrepareProgress | None = None
         self.prompt_progress: PromptProgress | None = None
-        self.trimmed: ContextTrimmed | None = None
         self.residency: ResidencySample | None = None
         self.server: ServerFigures | None = None
-        self.sampling = settings.sampling
-        self.chat_id = new_chat_id()
-        self.title = ""
-        self.history = history
         self.reason: FinishReason | None = None
         """Why the last reply ended, where it did so by itself."""
-        self._save_error: MiraError | None = None
         self._wanted_engine: EngineConfig | None = None
         self._engine_before: EngineConfig | None = None
-        self._is_reply_due = False
         self._call: EngineCall | None = None
         self._stopped_call: EngineCall | None = None
-        self._partial = self._thinking = ""
         self._polled_stage = Stage.IDLE
 
     # -- what the person wants
@@ -175,6 +146,11 @@ class ChatController:
                     precision=self.settings.engine.precision,
                 )
             )
+
+    @property
+    def is_replying(self) -> bool:
+        """Whether a reply is under way, which the chat cannot be left in the middle of."""
+        return self.stage is Stage.REPLYING
 
     @property
     def can_send(self) -> bool:
@@ -217,27 +193,6 @@ class ChatController:
             raise ValueError(f"cannot regenerate while {self.stage}")
         self._ask(self.conversation.before_reply(turn_id))
 
-    def show_sibling(self, turn_id: int, step: int) -> None:
-        """Goes on from another version of a turn.
-
-        Raises:
-            ValueError: A reply is under way.
-        """
-        self._refuse_while_replying()
-        self.conversation = self.conversation.at_sibling(turn_id, step)
-        self._save()
-
-    def reach(self, turn_id: int) -> None:
-        """Moves to a branch that holds the turn, where the present one does not.
-
-        Raises:
-            ValueError: There is no such turn, or it is elsewhere while a reply is under way.
-        """
-        reached = self.conversation.reaching(turn_id)
-        if reached is not self.conversation:
-            self._refuse_while_replying()
-            self.conversation = reached
-
     def stop(self) -> bool:
         """Asks the engine to stop what it does; returns whether there was anything."""
         is_busy = self._call is not None and not self._call.is_done
@@ -251,42 +206,6 @@ class ChatController:
         """Whether the engine was asked to stop what it still does."""
         return self._call is not None and self._call is self._stopped_call
 
-    def new_chat(self) -> None:
-        """Begins an empty conversation.
-
-        Raises:
-            ValueError: A reply is under way.
-        """
-        self._refuse_while_replying()
-        self._show(
-            Conversation(system_prompt=self.settings.system_prompt), self.settings.sampling, ""
-        )
-        self.chat_id = new_chat_id()
-
-    def open_chat(self, chat: StoredChat) -> None:
-        """Goes on with a chat of the history.
-
-        Raises:
-            ValueError: A reply is under way.
-        """
-        self._refuse_while_replying()
-        self._show(chat.conversation, chat.sampling or self.settings.sampling, chat.title)
-        self.chat_id = chat.chat_id
-        head = chat.conversation.head
-        self.stats = (head.stats if head is not None else None) or ReplyStats()
-
-    def set_chat_settings(self, system_prompt: str, sampling: SamplingConfig) -> None:
-        """Changes what this chat asks for, from the next question on."""
-        self.conversation = dataclasses.replace(self.conversation, system_prompt=system_prompt)
-        self.sampling = sampling
-        if self.conversation.turns:
-            self._save()
-
-    @property
-    def system_prompt(self) -> str:
-        """First message of this chat; empty leaves it to the model's template."""
-        return self.conversation.system_prompt
-
     def reconfigure(self, engine: EngineConfig) -> None:
         """Uses another configuration from the next idle moment on, and for later loads.
 
@@ -294,39 +213,20 @@ class ChatController:
         """
         self._wanted_engine = engine
 
-    def _show(self, conversation: Conversation, sampling: SamplingConfig, title: str) -> None:
-        self.conversation, self.sampling, self.title = conversation, sampling, title
-        self.stats = ReplyStats()
-        self.trimmed, self._is_reply_due = None, False
-        self._partial = self._thinking = ""
-
-    def _refuse_while_replying(self) -> None:
+    def keep_unfinished(self) -> None:
+        """Keeps what the reply under way had come to as one that was stopped."""
         if self.stage is Stage.REPLYING:
-            raise ValueError("a reply is under way")
+            self._add_reply(TurnStatus.STOPPED)
+            self.stage, self._call = Stage.IDLE, None
 
-    def close(self) -> None:
-        """Ends the engine process; blocks for a few seconds at most."""
-        self._client.close()
+    def close(self, grace_s: float = 3.0) -> None:
+        """Ends the engine process; blocks for about `grace_s` and a second at most."""
+        self._client.close(grace_s)
 
     @property
     def notices(self) -> tuple[Notice, ...]:
         """Fallbacks and facts in force."""
         return self._client.notices
-
-    @property
-    def partial(self) -> str:
-        """Text of the running reply so far."""
-        return self._partial
-
-    @property
-    def unfinished(self) -> str:
-        """Text of the reply that is under way; empty while none is."""
-        return self._partial if self.stage is Stage.REPLYING else ""
-
-    @property
-    def thinking(self) -> str:
-        """What the model thought before the running reply, so far."""
-        return self._thinking
 
     # -- what the engine says
 
@@ -366,12 +266,8 @@ class ChatController:
         is_lost = self._client.lost is not None
         if is_lost:
             self._client.restart()
-        self.conversation, self.reason = conversation, None
-        if not self.title:
-            self.title = title_of(conversation)
-        self._partial = self._thinking = ""
-        self.stats = ReplyStats()
-        self.prompt_progress = self.trimmed = None
+        self._begin_turn(conversation)
+        self.reason = self.prompt_progress = None
         self._save()
         if is_lost or self.stage is Stage.FAILED:
             self._is_reply_due = True
@@ -498,34 +394,6 @@ class ChatController:
             return self._recover(error)
         self.stage = Stage.READY
         return None if isinstance(error, CancelledError) else error
-
-    def _add_reply(self, status: TurnStatus, error: str = "") -> None:
-        self.conversation = self.conversation.with_reply(
-            self._partial,
-            status=status,
-            error=error,
-            stats=self.stats,
-            thinking=self._thinking,
-            model=self.entry.model if self.entry is not None else "",
-        )
-        self._save()
-
-    def _save(self) -> None:
-        """Keeps the chat; where that fails it goes on, and the next poll says so."""
-        if self.history is None:
-            return
-        try:
-            self.history.save(
-                StoredChat(
-                    chat_id=self.chat_id,
-                    title=self.title,
-                    model=self.entry.model if self.entry is not None else "",
-                    conversation=self.conversation,
-                    sampling=None if self.sampling == self.settings.sampling else self.sampling,
-                )
-            )
-        except MiraError as error:
-            self._save_error = error
 
     def _recover(self, lost: EngineProcessError) -> MiraError:
         """Starts a new engine with the model that was loaded; returns what to tell."""

@@ -2,7 +2,8 @@
 
 A turn's children are the alternatives of what came next: the replies of a regenerated
 question, the versions of an edited one. `head_id` marks the turn where the chat now
-stands; the path from the root to it is what is shown and what the model reads.
+stands; the path from the root to it is what is shown and what the model reads. `visited`
+remembers where it stood on other branches, so that one comes back to what one saw there.
 """
 
 from __future__ import annotations
@@ -57,11 +58,19 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """Turns by number, and where the chat stands."""
+    """Turns by number, and where the chat stands.
+
+    Attributes:
+        system_prompt: First message; empty leaves it to the model's template.
+        turns: All of them, in the order they were added.
+        head_id: The turn where the chat stands, `None` before the first one.
+        visited: Heads of branches that were left, the one left last at the end.
+    """
 
     system_prompt: str = ""
     turns: tuple[Turn, ...] = field(default=())
     head_id: int | None = None
+    visited: tuple[int, ...] = ()
 
     @property
     def head(self) -> Turn | None:
@@ -70,11 +79,13 @@ class Conversation:
 
     def path(self) -> tuple[Turn, ...]:
         """Returns the turns from the first to the head."""
+        return self._path_to(self.head_id)
+
+    def _path_to(self, turn_id: int | None) -> tuple[Turn, ...]:
         turns: list[Turn] = []
-        turn = self.head
-        while turn is not None:
-            turns.append(turn)
-            turn = None if turn.parent_id is None else self.turns[turn.parent_id]
+        while turn_id is not None:
+            turns.append(self.turns[turn_id])
+            turn_id = turns[-1].parent_id
         return tuple(reversed(turns))
 
     def messages(self) -> tuple[ChatMessage, ...]:
@@ -146,7 +157,11 @@ class Conversation:
         """Moves the head: `None` before the first turn."""
         if turn_id is not None and not 0 <= turn_id < len(self.turns):
             raise ValueError(f"no turn {turn_id}")
-        return dataclasses.replace(self, head_id=turn_id)
+        visited = self.visited
+        if self.head_id is not None and turn_id != self.head_id:
+            left = {turn.turn_id for turn in self.path()}
+            visited = (*(each for each in visited if each not in left), self.head_id)
+        return dataclasses.replace(self, head_id=turn_id, visited=visited)
 
     def before_reply(self, turn_id: int | None = None) -> Conversation:
         """Moves the head to a question, ready for another reply to it.
@@ -176,7 +191,7 @@ class Conversation:
         return self.at(turn.parent_id)
 
     def at_sibling(self, turn_id: int, step: int) -> Conversation:
-        """Moves the head to where an alternative of a turn goes on, its newest end.
+        """Moves the head to where an alternative was left, or to its newest end.
 
         Args:
             turn_id: A turn of the path.
@@ -184,8 +199,12 @@ class Conversation:
         """
         siblings = self.siblings(turn_id)
         index = [turn.turn_id for turn in siblings].index(turn_id) + step
+        wanted = siblings[max(0, min(index, len(siblings) - 1))]
+        for place in (self.head_id, *reversed(self.visited)):
+            if wanted in self._path_to(place):
+                return self.at(place)
         last_children: dict[int | None, int] = {t.parent_id: t.turn_id for t in self.turns}
-        newest = siblings[max(0, min(index, len(siblings) - 1))].turn_id
+        newest = wanted.turn_id
         while newest in last_children:
             newest = last_children[newest]
         return self.at(newest)

@@ -144,7 +144,7 @@ class EngineProcess:
             self._break("The engine process does not read its requests.", "Start mira-chat again.")
 
     def close(self, grace_s: float) -> None:
-        """Ends the process in order; blocks for at most about `grace_s` + 2 seconds."""
+        """Ends the process in order; blocks for at most about `grace_s` + 1 seconds."""
         self._is_closing = True
         with self._lock:
             open_ids = list(self._calls)
@@ -154,7 +154,8 @@ class EngineProcess:
             self.send(Shutdown())
         elif self._child.poll() is None:
             self._child.terminate()
-        for stop, wait_s in ((None, grace_s), (self._child.terminate, 1.0), (self._child.kill, 1)):
+        stops = ((None, grace_s), (self._child.terminate, 0.5), (self._child.kill, 0.5))
+        for stop, wait_s in stops:
             if stop is not None:
                 stop()
             if self._has_ended.wait(wait_s):

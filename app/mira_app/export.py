@@ -69,6 +69,7 @@ def to_jsonl(chats: Iterable[StoredChat]) -> str:
             "system_prompt": chat.conversation.system_prompt,
             "sampling": to_plain(chat.sampling),
             "head_id": chat.conversation.head_id,
+            "visited": list(chat.conversation.visited),
         }
         lines.append(head)
         lines += [{"type": "turn", **turn_to_plain(turn)} for turn in chat.conversation.turns]
@@ -129,6 +130,7 @@ def _chat(number: int, plain: Mapping[str, object], turns: Iterable[Turn]) -> St
                 turns,
                 head_id=optional_integer(plain, "head_id"),
                 system_prompt=text(plain, "system_prompt"),
+                visited=plain.get("visited"),
             ),
             sampling=sampling_from_plain(plain.get("sampling")),
             updated_at=_moment(plain.get("updated_at")),

@@ -10,6 +10,15 @@ def bytes_per_load(stats: ReplyStats) -> float:
     return stats.bytes_moved / stats.num_records_loaded if stats.num_records_loaded else 0.0
 
 
+NO_DRAFT = "no draft"
+"""What stands for an acceptance where nothing was drafted: 0 % would mean that all of it failed."""
+
+
+def acceptance_rate(stats: ReplyStats) -> float | None:
+    """Share of draft tokens that were accepted; `None` where none was proposed."""
+    return stats.num_accepted / stats.num_drafted if stats.num_drafted else None
+
+
 REPORTED = (
     "num_prompt_tokens", "num_cached_tokens", "num_new_tokens", "elapsed_s", "ttft_s", "decode_s",
     "tokens_per_s",
@@ -17,14 +26,14 @@ REPORTED = (
 """What can be told of a reply that no engine of ours made."""
 
 
-def derived(stats: ReplyStats) -> dict[str, float]:
-    """Returns what follows from the counted figures, for `--json`."""
+def derived(stats: ReplyStats) -> dict[str, float | None]:
+    """Returns what follows from the counted figures, for `--json`; `None` for what has none."""
     return {
         "tokens_per_s": stats.tokens_per_s,
         "hit_rate": stats.hit_rate,
         "stall_ms_per_token": stats.stall_ms_per_token,
-        "accepted_per_round": stats.accepted_per_round,
-        "acceptance_rate": stats.num_accepted / stats.num_drafted if stats.num_drafted else 0.0,
+        "accepted_per_round": stats.accepted_per_round if stats.num_drafted else None,
+        "acceptance_rate": acceptance_rate(stats),
         "bytes_per_miss": bytes_per_load(stats),
     }
 
@@ -51,9 +60,7 @@ def stats_line(stats: ReplyStats, *, budget_bytes: int | None) -> str:
         f"hits {stats.hit_rate:.1%}",
         f"moved {format_bytes(stats.bytes_moved)} ({format_bytes(bytes_per_load(stats))} per miss)",
         f"stalls {stats.stall_ms_per_token:.1f} ms/token",
-        f"accepted {stats.accepted_per_round:.2f} per round"
-        if stats.num_rounds
-        else "no speculation",
+        f"accepted {stats.accepted_per_round:.2f} per round" if stats.num_drafted else NO_DRAFT,
         f"memory {format_bytes(stats.peak_memory_bytes)}"
         f" of {format_bytes(stats.planned_memory_bytes)} planned",
         f"experts {format_bytes(stats.expert_peak_bytes)} of {format_bytes(budget_bytes)}",
@@ -89,6 +96,15 @@ def profile_lines(profile: KProfile) -> list[str]:
 
 
 def profile_figures(profile: KProfile) -> dict[str, float | None]:
-    """Returns what follows from a profile, for `--json`; `None` where it has no bound."""
+    """Returns what follows from a profile, for `--json`.
+
+    `None` is an expectation without a bound, and all that is said of drafts where none was
+    measured.
+    """
+    if not any(result.num_draft_tokens for result in profile.results):
+        return {"acceptance": None, "expected_accepted": None}
     expected = profile.expected_accepted
-    return {"expected_accepted": expected if expected < float("inf") else None}
+    return {
+        "acceptance": profile.acceptance,
+        "expected_accepted": expected if expected < float("inf") else None,
+    }

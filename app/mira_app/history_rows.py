@@ -105,11 +105,13 @@ def write_chat(connection: sqlite3.Connection, chat_id: str, chat: StoredChat, n
     sampling = None if chat.sampling is None else json.dumps(to_plain(chat.sampling))
     connection.execute(
         """
-        INSERT INTO chats (chat_id, title, model, system_prompt, sampling, head_id, updated_us)
-        VALUES (?, CAST(? AS TEXT), CAST(? AS TEXT), CAST(? AS TEXT), ?, ?, ?)
+        INSERT INTO chats
+            (chat_id, title, model, system_prompt, sampling, head_id, visited, updated_us)
+        VALUES (?, CAST(? AS TEXT), CAST(? AS TEXT), CAST(? AS TEXT), ?, ?, ?, ?)
         ON CONFLICT (chat_id) DO UPDATE SET
             model = excluded.model, system_prompt = excluded.system_prompt,
-            sampling = excluded.sampling, head_id = excluded.head_id, deleted_us = NULL,
+            sampling = excluded.sampling, head_id = excluded.head_id,
+            visited = excluded.visited, deleted_us = NULL,
             updated_us = CASE WHEN ? THEN excluded.updated_us ELSE updated_us END
         """,
         (
@@ -119,6 +121,7 @@ def write_chat(connection: sqlite3.Connection, chat_id: str, chat: StoredChat, n
             encode(chat.conversation.system_prompt),
             sampling,
             chat.conversation.head_id,
+            json.dumps(chat.conversation.visited),
             now_us,
             len(turns) > num_kept,
         ),
@@ -191,20 +194,24 @@ def read_chat(connection: sqlite3.Connection, chat_id: str) -> StoredChat | None
     # In one statement, so that it is one moment's view: another app may be writing.
     rows = connection.execute(
         f"""
-        SELECT title, chats.model, system_prompt, sampling, head_id, updated_us, {_TURN_FIELDS}
+        SELECT title, chats.model, system_prompt, sampling, head_id, visited, updated_us,
+               {_TURN_FIELDS}
         FROM chats JOIN turns USING (chat_id) WHERE chat_id = ? ORDER BY turn_id
         """,
         (chat_id,),
     ).fetchall()
     if not rows:
         return None
-    title, model, system_prompt, sampling, head_id, updated_us = rows[0][:6]
+    title, model, system_prompt, sampling, head_id, visited, updated_us = rows[0][:7]
     return StoredChat(
         chat_id=chat_id,
         title=title,
         model=model,
         conversation=conversation_of(
-            (_turn(row[6:]) for row in rows), head_id=head_id, system_prompt=system_prompt
+            (_turn(row[7:]) for row in rows),
+            head_id=head_id,
+            system_prompt=system_prompt,
+            visited=None if visited is None else json.loads(visited),
         ),
         sampling=None if sampling is None else sampling_from_plain(json.loads(sampling)),
         updated_at=_moment(updated_us),

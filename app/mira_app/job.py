@@ -41,6 +41,7 @@ class Job:
         title: Its name for people.
         state: Where it is.
         is_profiling: Whether the fastest K is measured at the end.
+        is_put_off: Whether it was paused for a chat with its model, and not by a person.
         progress: The engine's last report, `None` before the first.
         step: What it is at.
         rate_per_s: Units of `progress` per second; `None` where unknown.
@@ -53,6 +54,7 @@ class Job:
     title: str
     state: JobState = JobState.WAITING
     is_profiling: bool = False
+    is_put_off: bool = False
     progress: PrepareProgress | None = None
     step: JobStep | None = None
     rate_per_s: float | None = None
@@ -82,14 +84,15 @@ def job_text(job: Job) -> str:
         return job.error.message if job.error is not None else "failed"
     if job.state is JobState.PAUSING:
         return "pausing ..."
+    halted = "put off while you chat" if job.is_put_off else "paused"
     if progress is None or job.step is None:
-        return "paused" if job.state is JobState.PAUSED else "starting the engine ..."
+        return halted if job.state is JobState.PAUSED else "starting the engine ..."
     is_bytes = progress.unit == "bytes"
     done = format_bytes(progress.done) if is_bytes else str(progress.done)
     total = format_bytes(progress.total) if is_bytes else f"{progress.total} {progress.unit}"
     parts = [job.step.value, f"{done} of {total}" if progress.total else done]
     if job.state is JobState.PAUSED:
-        return " · ".join(["paused", *parts])
+        return " · ".join([halted, *parts])
     if is_bytes and job.rate_per_s is not None:
         parts.append(f"{format_bytes(round(job.rate_per_s))}/s")
     if job.seconds_left is not None:
@@ -113,8 +116,12 @@ class Jobs(Protocol):
         """Stops a job; what is finished is kept, also over a restart."""
         ...
 
+    def put_off(self, model: str) -> None:
+        """Pauses a job for a chat with its model; a restart goes on with it."""
+        ...
+
     def resume(self, model: str) -> None:
-        """Goes on with a job that is paused or failed."""
+        """Goes on with a job that is paused, put off or failed."""
         ...
 
     def cancel(self, model: str) -> None:
@@ -125,7 +132,7 @@ class Jobs(Protocol):
         """Takes what the engine said and moves the states. Never blocks."""
         ...
 
-    def close(self) -> None:
+    def close(self, grace_s: float = 3.0) -> None:
         """Ends the process; jobs under way go on when the next app starts."""
         ...
 

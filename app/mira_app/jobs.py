@@ -8,8 +8,9 @@ conversion holds a layer at most.
 
 Pausing cancels the request; the engine keeps what is finished and goes on from there when
 it is asked again. The state file says which jobs there are and which were paused, so that
-a new app goes on with the others. One app at a time keeps that file: another one runs the
-jobs that its own user starts, and leaves the file alone.
+a new app goes on with the others, also with those that were only put off for a chat. One
+app at a time keeps that file: another one runs the jobs that its own user starts, and
+leaves the file alone.
 
     WAITING --> RUNNING --> (done)        pause: RUNNING --> PAUSING --> PAUSED --> WAITING
                    |--> FAILED --> WAITING       cancel: any --> (gone)
@@ -112,24 +113,32 @@ class JobRunner:
 
     def pause(self, model: str) -> None:
         """Stops a job; what is finished is kept, also over a restart."""
+        self._halt(model, is_put_off=False)
+
+    def put_off(self, model: str) -> None:
+        """Stops a job that the chat with its model leaves no room for; a restart goes on."""
+        self._halt(model, is_put_off=True)
+
+    def _halt(self, model: str, *, is_put_off: bool) -> None:
         job = self._jobs.get(model)
         if job is None or not job.is_active:
             return
+        state = JobState.PAUSED
         if model == self._running:
             self._is_wanted_again = False
             self._cancel_call()
-            self._put(replace(job, state=JobState.PAUSING))
-        else:
-            self._put(replace(job, state=JobState.PAUSED))
+            state = JobState.PAUSING
+        self._put(replace(job, state=state, is_put_off=is_put_off))
 
     def resume(self, model: str) -> None:
-        """Goes on with a job that is paused or failed."""
+        """Goes on with a job that is paused, put off or failed."""
         job = self._jobs.get(model)
         if job is None or job.state in (JobState.WAITING, JobState.RUNNING):
             return
+        job = replace(job, is_put_off=False)
         if job.state is JobState.PAUSING:
             self._is_wanted_again = True
-            self._write()
+            self._put(job)
             return
         self._put(replace(job, state=JobState.WAITING, error=None))
 
@@ -142,11 +151,11 @@ class JobRunner:
             self._is_changed = True
             self._write()
 
-    def close(self) -> None:
+    def close(self, grace_s: float = 3.0) -> None:
         """Ends the process; jobs under way go on when the next app starts."""
         client, self._client, self._call, self._running = self._client, None, None, None
         if client is not None:
-            client.close()
+            client.close(grace_s)
         self._lock.release()
 
     # -- what the engine says
@@ -312,7 +321,7 @@ class JobRunner:
             {
                 "model": job.model,
                 "title": job.title,
-                "is_paused": job.state in halted and not self._is_wanted_again,
+                "is_paused": job.state in halted and not (self._is_wanted_again or job.is_put_off),
                 "is_profiling": job.is_profiling,
             }
             for job in self._jobs.values()

@@ -14,7 +14,8 @@ from .verdicts import FitVerdict
 
 _GAP = 2
 _MIN_NAME_WIDTH = 16
-_MAX_NAME_WIDTH = 36
+_MAX_NAME_WIDTH = 32
+_WIDEST = 999
 
 
 class Tone(enum.StrEnum):
@@ -85,13 +86,13 @@ def columns_for(width: int) -> dict[Column, int]:
     name = min(_MAX_NAME_WIDTH, _MIN_NAME_WIDTH + left)
     widths = {column: _WIDTHS[column] for column in Column if column in kept}
     if Column.VERDICT in widths:
-        # What the name does not want: "resident, no draft" is longer than most verdicts.
-        widths[Column.VERDICT] += min(6, left - (name - _MIN_NAME_WIDTH))
+        # What the name does not want: a whole verdict is longer than its rate.
+        widths[Column.VERDICT] += min(16, left - (name - _MIN_NAME_WIDTH))
     return {Column.NAME: max(1, min(name, width))} | widths
 
 
-def cell(row: ModelRow, column: Column) -> str:
-    """Returns one cell."""
+def cell(row: ModelRow, column: Column, width: int = _WIDEST) -> str:
+    """Returns one cell; of a verdict what the width holds."""
     facts, entry = row.entry.facts, row.entry
     if column is Column.NAME:
         return entry.title
@@ -106,17 +107,17 @@ def cell(row: ModelRow, column: Column) -> str:
             return "-"
         about = "" if entry.is_size_measured else "~"
         return about + format_bytes(entry.prepared_bytes)
-    return verdict_text(row) if column is Column.VERDICT else state_text(row)
+    return verdict_text(row, width) if column is Column.VERDICT else state_text(row)
 
 
 def _short(number: float, bound: float) -> str:
     return f"{number:.1f}" if number < bound else f"{number:.0f}"
 
 
-def verdict_text(row: ModelRow) -> str:
+def verdict_text(row: ModelRow, width: int = _WIDEST) -> str:
     """Tells in a few words how the model would run here."""
     if row.verdict is not None:
-        return row.verdict.text
+        return row.verdict.fitting(width)
     return "working it out ..." if row.is_judged else "-"
 
 
@@ -130,7 +131,8 @@ def state_text(row: ModelRow) -> str:
         if job.state is JobState.RUNNING:
             return f"{job.step or 'starting'}{share if job.step else ''}"
         is_going = job.state in (JobState.PAUSING, JobState.PAUSED)
-        return job.state.value + (share if is_going else "")
+        state = "put off" if job.is_put_off else job.state.value
+        return state + (share if is_going else "")
     if row.entry.is_ready:
         return "ready"
     is_own = row.entry.facts is None and "/" not in row.entry.model
@@ -206,6 +208,8 @@ def details(row: ModelRow, *, free_bytes: int | None) -> Iterator[tuple[str, Ton
     if job is not None and job.state is JobState.FAILED and job.error is not None:
         yield f"Failed: {job.error.message} {job.error.hint}".strip(), Tone.BAD
         yield "What was finished is kept. r tries again, x gives up.", Tone.PLAIN
+    if job is not None and job.is_put_off:
+        yield "What is left to do for it is put off while you chat, and goes on here.", Tone.PLAIN
     yield _verdict_line(row)
     if free_bytes is not None:
         yield _disk_line(entry, free_bytes)

@@ -171,13 +171,15 @@ class Interval:
 
     @property
     def accepted_per_round(self) -> float | None:
-        """Mean accepted draft tokens of a round; `None` without one."""
-        return self.num_accepted / self.num_rounds if self.num_rounds else None
+        """Mean accepted draft tokens of a round; `None` where nothing was drafted."""
+        has_draft = self.num_rounds and self.num_drafted
+        return self.num_accepted / self.num_rounds if has_draft else None
 
     @property
     def drafted_per_round(self) -> float | None:
-        """Mean proposed draft tokens of a round; `None` without one."""
-        return self.num_drafted / self.num_rounds if self.num_rounds else None
+        """Mean proposed draft tokens of a round; `None` where nothing was drafted."""
+        has_draft = self.num_rounds and self.num_drafted
+        return self.num_drafted / self.num_rounds if has_draft else None
 
     @property
     def ms_per_token(self) -> tuple[float, ...] | None:

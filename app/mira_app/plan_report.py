@@ -38,6 +38,9 @@ def plan_lines(made: PlanMade) -> Iterator[str]:
         f"TPOT is predicted per new token, TTFT for a new prompt of {made.num_prompt_tokens} "
         "tokens; * is what would run, x does not fit."
     )
+    if made.measured is not None:
+        k, tpot_s = made.measured.num_draft_tokens, made.measured.tpot_s
+        yield f"A profile measured {1e3 * tpot_s:.1f} ms per new token here, with K {k}."
     for note in made.notes:
         yield f"note: {note}"
 

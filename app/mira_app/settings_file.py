@@ -40,12 +40,30 @@ class SettingsFile:
         is_there: Whether it exists.
         values: Raw values that can be used, by setting name.
         problems: What cannot be used; each names the file and, where known, the line.
+        text: The file as it is written.
     """
 
     path: Path
     is_there: bool = False
     values: Mapping[str, object] = field(default_factory=dict)
     problems: tuple[ConfigError, ...] = ()
+    text: str = field(default="", repr=False)
+
+    def place_of(self, name: str, value: object, key: str = "") -> str:
+        """Says where the file sets a setting to this value, to stand before a message.
+
+        Args:
+            name: The setting.
+            value: What was read of it.
+            key: A line of it, where it is a whole table.
+
+        Returns:
+            Nothing where the value comes from elsewhere.
+        """
+        setting = FIELDS_BY_NAME[name]
+        if name not in self.values or setting.read(self.values[name]) != value:
+            return ""
+        return _place(self.path, self.text, setting.section.value, key or name)
 
 
 def read_settings_file(path: Path) -> SettingsFile:
@@ -84,16 +102,22 @@ def _take(path: Path, text: str, document: Mapping[str, object]) -> SettingsFile
     values: dict[str, object] = {}
     problems: list[ConfigError] = []
     for section, key, value in _flattened(document):
-        line = _find_line(text, section, key)
-        place = f"{path}, line {line}: " if line is not None else f"{path}: "
         try:
             setting = _find_setting(section, key, value)
             setting.read(value)
         except ConfigError as error:
+            place = _place(path, text, section, key)
             problems.append(ConfigError(f"{place}{error.message}", hint=error.hint))
         else:
             values[setting.name] = value
-    return SettingsFile(path=path, is_there=True, values=values, problems=tuple(problems))
+    return SettingsFile(
+        path=path, is_there=True, values=values, problems=tuple(problems), text=text
+    )
+
+
+def _place(path: Path, text: str, section: str | None, key: str) -> str:
+    line = _find_line(text, section, key)
+    return f"{path}, line {line}: " if line is not None else f"{path}: "
 
 
 def _flattened(document: Mapping[str, object]) -> Iterable[tuple[str | None, str, object]]:

@@ -12,7 +12,7 @@ def read_json(path: Path) -> object | None:
     """Returns what a file holds; `None` where it is missing or no JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
 
 

@@ -124,12 +124,18 @@ def sampling_from_plain(plain: object) -> SamplingConfig | None:
 
 
 def conversation_of(
-    turns: Iterable[Turn], *, head_id: int | None, system_prompt: str
+    turns: Iterable[Turn], *, head_id: int | None, system_prompt: str, visited: object = None
 ) -> Conversation:
     """Puts turns together and checks that they are a tree.
 
+    Args:
+        turns: In the order of their numbers.
+        head_id: Where the chat stands.
+        system_prompt: First message.
+        visited: Plain list of where it stood on other branches, `None` for nowhere.
+
     Raises:
-        ValueError: A number is out of order, or a parent or the head is no turn.
+        ValueError: A number is out of order, or a parent, the head or a place visited is no turn.
     """
     checked: list[Turn] = []
     for turn in turns:
@@ -137,7 +143,16 @@ def conversation_of(
         checked.append(turn)
     if head_id is not None and not 0 <= head_id < len(checked):
         raise ValueError(f"the chat stands at turn {head_id}, which it does not have")
-    return Conversation(system_prompt=system_prompt, turns=tuple(checked), head_id=head_id)
+    places = [] if visited is None else visited
+    numbers = range(len(checked))
+    if not isinstance(places, list) or any(type(n) is not int or n not in numbers for n in places):
+        raise ValueError(f"visited is no list of turns: {visited!r}")
+    return Conversation(
+        system_prompt=system_prompt,
+        turns=tuple(checked),
+        head_id=head_id,
+        visited=tuple(places),
+    )
 
 
 def check_turn(turn: Turn, before: Sequence[Turn]) -> None:

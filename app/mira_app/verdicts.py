@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import platform
 import re
@@ -45,7 +46,7 @@ from .state_files import read_json, write_json
 VERDICTS_FILE = "verdicts.json"
 """In the cache directory."""
 
-_FILE_VERSION = 1
+_FILE_VERSION = 2
 _MAX_MEMORY_CHANGE = 0.25
 """Share by which the free memory may differ from a kept verdict's."""
 
@@ -58,7 +59,8 @@ class FitVerdict:
         mode: How much of the experts the memory holds; `None` where nothing fits.
         has_draft: Whether tokens would be drafted.
         num_draft_tokens: K.
-        tokens_per_s: Predicted; `None` where it is unknown.
+        tokens_per_s: Measured or predicted; `None` where it is unknown.
+        is_measured: Whether a profile measured that here.
         missing_bytes: What is missing where nothing fits, 0 where something does.
         reason: Why, in a sentence or two.
         is_runnable: Whether the engine runs the model at all.
@@ -68,6 +70,7 @@ class FitVerdict:
     has_draft: bool = False
     num_draft_tokens: int = 0
     tokens_per_s: float | None = None
+    is_measured: bool = False
     missing_bytes: int = 0
     reason: str = ""
     is_runnable: bool = True
@@ -75,18 +78,35 @@ class FitVerdict:
     @property
     def text(self) -> str:
         """The verdict in a few words."""
+        return ", ".join(self._parts)
+
+    def fitting(self, width: int) -> str:
+        """Returns as much of the verdict as so many characters hold, the rate in any case."""
+        parts = list(self._parts)
+        while len(parts) > 2 and len(", ".join(parts)) > width:
+            parts.pop()
+        return ", ".join(parts)
+
+    @property
+    def _parts(self) -> tuple[str, ...]:
+        """From what matters most to what may be left out."""
         if not self.is_runnable:
-            return "cannot run"
+            return ("cannot run",)
         if self.mode is None:
-            return f"needs {format_bytes(self.missing_bytes)} more"
-        rate = f"{rate_text(self.tokens_per_s)} tok/s" if self.tokens_per_s else ""
+            return (f"needs {format_bytes(self.missing_bytes)} more",)
+        rate: tuple[str, ...] = ()
+        if self.tokens_per_s:
+            origin = "measured" if self.is_measured else "estimate"
+            rate = (f"about {rate_text(self.tokens_per_s)} tok/s", origin)
         draft = f"draft {self.num_draft_tokens}" if self.has_draft else "no draft"
-        return ", ".join(part for part in (rate, self.mode.value, draft) if part)
+        return (*rate, self.mode.value, draft)
 
 
 def rate_text(tokens_per_s: float) -> str:
-    """Formats a predicted rate; more than two digits would pretend to know better."""
-    return f"{tokens_per_s:.0f}" if tokens_per_s >= 10 else f"{tokens_per_s:.1f}"
+    """Formats a rate in two digits; more would pretend to know better."""
+    digits = 1 - math.floor(math.log10(tokens_per_s))
+    rounded = round(tokens_per_s, digits)
+    return f"{rounded:.{max(0, 1 - math.floor(math.log10(rounded)))}f}"
 
 
 def verdict_of(made: PlanMade) -> FitVerdict:
@@ -96,11 +116,15 @@ def verdict_of(made: PlanMade) -> FitVerdict:
         short = [each.missing_bytes for each in made.alternatives if each.missing_bytes]
         reason = " ".join(part for part in (made.refusal, made.hint) if part)
         return FitVerdict(missing_bytes=min(short, default=0), reason=reason)
+    k, tpot_s = chosen.num_draft_tokens, chosen.tpot_s
+    if made.measured is not None:
+        k, tpot_s = made.measured.num_draft_tokens, made.measured.tpot_s
     return FitVerdict(
         mode=chosen.plan.mode,
-        has_draft=chosen.num_draft_tokens > 0,
-        num_draft_tokens=chosen.num_draft_tokens,
-        tokens_per_s=1 / chosen.tpot_s if chosen.tpot_s else None,
+        has_draft=k > 0,
+        num_draft_tokens=k,
+        tokens_per_s=1 / tpot_s if tpot_s else None,
+        is_measured=made.measured is not None,
         reason=_reason(made, chosen),
     )
 
@@ -134,7 +158,11 @@ class Verdicts(Protocol):
         """Whether a verdict is being worked out, or waits for its turn."""
         ...
 
-    def close(self) -> None:
+    def forget(self, model: str) -> None:
+        """Has a model judged anew, after something was measured or made for it."""
+        ...
+
+    def close(self, grace_s: float = 0.2) -> None:
         """Ends the process, if there is one."""
         ...
 
@@ -198,7 +226,7 @@ class VerdictBoard:
         return model in self._waiting or (self._asked is not None and self._asked.model == model)
 
     def forget(self, model: str) -> None:
-        """Has a model judged anew, after it was downloaded or prepared."""
+        """Has a model judged anew, after something was measured or made for it."""
         self._verdicts.pop(model, None)
         self._unknown.discard(model)
 
@@ -215,11 +243,11 @@ class VerdictBoard:
             self._release()
         return is_new
 
-    def close(self) -> None:
+    def close(self, grace_s: float = 0.2) -> None:
         """Ends the process, if there is one; blocks for a second or two at most."""
         client, self._client, self._call, self._asked = self._client, None, None, None
         if client is not None:
-            client.close(grace_s=0.2)
+            client.close(grace_s)
 
     def _release(self) -> None:
         """Ends the process in the background, so that no screen waits for it."""

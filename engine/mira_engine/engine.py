@@ -37,7 +37,7 @@ from .model.loader import load_backbone
 from .model.sampling import Sampler
 from .policy.driver import ExpertCacheDriver
 from .policy.speculation import DepthPolicy, FixedDepth, RoundObservation
-from .predictor.bank import PredictorBank
+from .predictor.bank import MANIFEST_FILE, PredictorBank
 from .runtime import gpu_device
 from .runtime.batch import BatchDecoder
 from .runtime.beam import BeamResult, beam_search
@@ -296,11 +296,16 @@ class Engine:
         if bank is not None and self.config.prediction_lead is PredictionLead.NEAR:
             bank.far_heads.clear()
         self.executor.predictor = bank
-        if bank is None and self.home.predictors_dir.is_dir():
+        folder, prepare = self.home.predictors_dir, f"mira-chat prepare {self.home.name}"
+        if bank is None and (folder / MANIFEST_FILE).exists():
             self._notice(
                 "no-predictors",
-                "The predictors are damaged, unfinished or of other weights and are not used; "
-                f"mira-chat prepare {self.home.name} makes them anew.",
+                "The predictors are damaged or of other weights and are not used; "
+                f"{prepare} makes them anew.",
+            )
+        elif bank is None and folder.is_dir():  # begun: the manifest is written last
+            self._notice(
+                "no-predictors", f"The predictors are not trained yet; {prepare} goes on with that."
             )
 
     def _trace_header(self) -> TraceHeader:

@@ -511,6 +511,8 @@ class PlanMade:
         notes: What was assumed or changed, a sentence each.
         refusal: Why none could be chosen, with the missing bytes; empty where one was.
         hint: What to do about it.
+        measured: What a profile measured here for just such a load, with the K that would be
+            used; `None` without a profile.
     """
 
     request_id: str
@@ -524,6 +526,7 @@ class PlanMade:
     notes: tuple[str, ...] = ()
     refusal: str = ""
     hint: str = ""
+    measured: DepthResult | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

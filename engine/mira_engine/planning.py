@@ -7,6 +7,7 @@ asked for sizes and the machine is measured there; the policy it asks measures n
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,9 +17,11 @@ from transformers import PreTrainedConfig
 
 from .checkpoint.architecture import load_config
 from .checkpoint.builtin import builtin_config
+from .checkpoint.store import ExpertStore
 from .checkpoint.writing import disk_errors
-from .config import EngineConfig, MachineRates, format_bytes
-from .events import PlanMade, PlanModel
+from .config import EngineConfig, MachineRates, MemoryAmount, format_bytes
+from .errors import MiraError
+from .events import DepthResult, PlanMade, PlanModel
 from .library import ModelHome
 from .model.facts import context_length, facts_of
 from .policy.alternatives import (
@@ -30,10 +33,17 @@ from .policy.alternatives import (
     usual_budget,
     with_link,
 )
-from .policy.budget import ModelFacts
+from .policy.budget import ModelFacts, room_for_experts
 from .policy.cost_model import usual_expectations
 from .predictor.bank import predictors_bytes
-from .runtime.probe import PROFILE_FILE, MachineProfile, default_num_threads, measure_rates
+from .profiles import ProfileKey, load_profile
+from .runtime.probe import (
+    PROFILE_FILE,
+    MachineProfile,
+    default_num_threads,
+    machine_name,
+    measure_rates,
+)
 
 _CARD_LAYOUT = "rows"
 """INT4 layout on graphics cards; the packed ones are those of processors."""
@@ -102,7 +112,48 @@ def plan_model(
         notes=tuple(notes),
         refusal=error.message if error else "",
         hint=error.hint if error else "",
+        measured=None if request.machine else _measured(home, config, facts, budget, notes),
     )
+
+
+def _measured(
+    home: ModelHome,
+    config: EngineConfig,
+    facts: ModelFacts,
+    budget: MemoryAmount | None,
+    notes: list[str],
+) -> DepthResult | None:
+    """Returns what a profile of such a load measured on this machine; `None` without one."""
+    try:
+        revision = ExpertStore.open(home.store_dir(config.precision)).manifest.revision
+    except MiraError:
+        return None  # not prepared, so never measured
+    room = budget or MemoryAmount(
+        num_bytes=max(1, room_for_experts(facts, config.memory_bytes or 0))
+    )
+    with _threads_of(config):
+        key = ProfileKey.of_engine(
+            config,
+            machine=machine_name(),
+            model_revision=revision,
+            budget_bytes=room.resolve(facts.reference_bytes),
+        )
+    profile = load_profile(home.root, key, lambda code, text: notes.append(text))
+    if profile is None:
+        return None
+    k = profile.best if config.num_draft_tokens is None else config.num_draft_tokens
+    return next((each for each in profile.results if each.num_draft_tokens == k), None)
+
+
+@contextlib.contextmanager
+def _threads_of(config: EngineConfig) -> Iterator[None]:
+    """Gives torch the threads that a load would, for a while."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(config.num_threads or default_num_threads())
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def own_rates(config: EngineConfig, data_dir: Path, cache_dir: Path | None) -> MachineRates:
@@ -113,19 +164,14 @@ def own_rates(config: EngineConfig, data_dir: Path, cache_dir: Path | None) -> M
     kept = profile.rates(num_threads, memory_bytes) if profile is not None else None
     if kept is not None:
         return kept
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
-        with disk_errors(data_dir):
-            data_dir.mkdir(parents=True, exist_ok=True)
-            rates = measure_rates(
-                data_dir,
-                num_threads=num_threads,
-                num_reader_threads=config.num_reader_threads,
-                device_memory_bytes=memory_bytes,
-            )
-    finally:
-        torch.set_num_threads(before)
+    with _threads_of(config), disk_errors(data_dir):
+        data_dir.mkdir(parents=True, exist_ok=True)
+        rates = measure_rates(
+            data_dir,
+            num_threads=num_threads,
+            num_reader_threads=config.num_reader_threads,
+            device_memory_bytes=memory_bytes,
+        )
     if profile is not None and cache_dir is not None:
         with contextlib.suppress(OSError):  # Then it is measured again the next time.
             cache_dir.mkdir(parents=True, exist_ok=True)

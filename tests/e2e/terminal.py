@@ -53,6 +53,7 @@ _NOT_EMULATED = re.compile(
     rb"|\x1b\[\?[0-9;]*u"
     rb"|\x1b[P_^X][^\x1b]*\x1b\\"
 )
+_LEFT_SCREEN = b"\x1b[?1049l"
 _UNFINISHED = re.compile(rb"\x1b(?:\[[0-9;:?<>=$]*|[P_^X][^\x1b]*\x1b?)?$")
 
 
@@ -84,6 +85,8 @@ class Terminal:
     ) -> None:
         program, *arguments = [str(part) for part in command]
         self.timeout_s = timeout_s
+        self.is_given_back = False
+        """Whether the program has left its own screen for the one before it."""
         self._screen = pyte.Screen(columns, lines)
         self._stream = pyte.ByteStream(self._screen)
         self._pending = b""
@@ -249,6 +252,7 @@ class Terminal:
         except pexpect.EOF:
             return False
         data = self._pending + data
+        self.is_given_back = self.is_given_back or _LEFT_SCREEN in data
         unfinished = _UNFINISHED.search(data)
         cut = unfinished.start() if unfinished else len(data)
         self._pending = data[cut:]

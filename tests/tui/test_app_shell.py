@@ -10,12 +10,14 @@ import pytest
 from app_scenes import settle, until
 from app_shell_fakes import (
     FakeStore,
+    leave_unsent,
     load,
     make_app,
     make_paths,
     record_drawing,
     stand_in,
     told,
+    unsent_of,
 )
 from mira_app.app_state import AppState, StateFile
 from mira_app.controller import Stage
@@ -57,13 +59,14 @@ async def test_start_with_the_last_model_is_a_chat_that_takes_text_before_it_is_
 
 
 async def test_draft_is_kept_by_a_timer_that_ends_while_the_chat_is_taken_down(paths):
-    StateFile(paths.state).save(AppState(is_tour_done=True, model="builtin", draft="kept"))
+    StateFile(paths.state).save(AppState(is_tour_done=True, model="builtin"))
+    leave_unsent(paths, draft="kept")
     app = make_app(paths)
     async with app.run_test(size=(80, 24)) as pilot:
         await until(pilot, lambda: app._is_chat_dressed)
         await app.chat_screen.query("*").remove()
         await app._remember()
-        assert StateFile(paths.state).load().draft == "kept"
+        assert unsent_of(app).draft == "kept"
 
 
 @pytest.mark.parametrize(
@@ -92,9 +95,8 @@ async def test_draft_and_model_are_there_again(paths):
         await until(pilot, lambda: isinstance(app.focused, Composer))
         await pilot.press("a", "ctrl+j", "b")
         await pilot.press("ctrl+q")
-    assert StateFile(paths.state).load() == AppState(
-        is_tour_done=True, model="builtin", draft="a\nb"
-    )
+    assert StateFile(paths.state).load() == AppState(is_tour_done=True, model="builtin")
+    assert unsent_of(app).draft == "a\nb"
     app = make_app(paths)
     async with app.run_test(size=(80, 24)) as pilot:
         await until(pilot, lambda: app.chat_screen.is_mounted)
@@ -102,12 +104,12 @@ async def test_draft_and_model_are_there_again(paths):
 
 
 async def test_draft_of_a_chat_that_was_never_opened_is_kept(paths):
-    StateFile(paths.state).save(AppState(is_tour_done=True, draft="unsent"))
+    leave_unsent(paths, draft="unsent")
     app = make_app(paths)
     async with app.run_test(size=(80, 24)) as pilot:
         await settle(pilot)
         await pilot.press("ctrl+q")
-    assert StateFile(paths.state).load().draft == "unsent"
+    assert unsent_of(app).draft == "unsent"
 
 
 async def test_state_that_cannot_be_written_is_told_once_and_the_app_goes_on(paths):
@@ -321,6 +323,23 @@ async def test_theme_that_is_none_is_told_with_the_nearest_one():
         await settle(pilot)
         assert app.theme == "mira-dark"
         assert "Did you mean mira-light?" in told(app)
+
+
+async def test_theme_and_key_that_are_none_are_told_with_their_lines(paths):
+    paths.config.write_text('[interface]\ntheme = "mira-lihgt"\n[keymap]\n"chat.nwe" = "f9"\n')
+    app = make_app(paths, flags=read_settings_file(paths.config).values)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settle(pilot)
+        assert f"{paths.config}, line 2: There is no theme" in told(app)
+        assert f"{paths.config}, line 4: keymap: there is no binding 'chat.nwe'" in told(app)
+
+
+async def test_theme_that_is_none_and_comes_from_elsewhere_names_no_line(paths):
+    paths.config.write_text('[interface]\ntheme = "terminal"\n')
+    app = make_app(paths, flags={"theme": "mira-lihgt"})
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settle(pilot)
+        assert "line" not in told(app)
 
 
 @pytest.mark.parametrize("is_tour_done", [True, False])

@@ -167,6 +167,7 @@ async def test_quit_ends_engine(make_app):
         await pilot.press("ctrl+q")
         async with asyncio.timeout(WAIT_S):  # `until` needs a screen, which goes with the app
             await has_exited.wait()
+    app.wait_for_engines()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 

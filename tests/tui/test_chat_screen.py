@@ -19,7 +19,13 @@ from mira_app.tui.screens.code_picker import CodePicker
 from mira_app.tui.widgets.composer import Composer
 from mira_app.tui.widgets.growing_text import Passage
 from mira_app.tui.widgets.message_list import STEP_TURNS, WINDOW_TURNS
-from mira_app.tui.widgets.messages import InfoMessage, ReplyMessage, UserMessage
+from mira_app.tui.widgets.messages import (
+    FoldedQuestion,
+    InfoMessage,
+    ReplyMessage,
+    UserMessage,
+    fold_question,
+)
 from mira_engine import api
 from textual.events import Paste
 
@@ -468,3 +474,53 @@ async def test_chat_settings_are_checked_in_place_and_used_from_the_next_questio
         request = scene.client.requests[-1]
         assert request.messages[0].content == "be brief"
         assert request.sampling == api.SamplingConfig(temperature=0.7, seed=7)
+
+
+# -- long questions
+
+
+async def test_long_question_is_unfolded_and_folded_by_enter_and_by_a_click():
+    scene = Scene()
+    question = "\n".join(f"line {number}" for number in range(30))
+    async with scene.app.run_test(size=SIZE) as pilot:
+        await scene.chatting(pilot)
+        await exchange(scene, pilot, question, "short")
+        message = messages_of(scene).query(UserMessage).first()
+        assert "line 29" not in str(message._body.content)
+        assert caption(message) == "… 18 more lines · Enter or a click shows all"
+        await pilot.press("tab", "up")
+        await until(pilot, lambda: scene.app.focused is message)
+        height = message.size.height
+        await pilot.press("enter")
+        await until(pilot, lambda: message.size.height == height + 18)
+        assert str(message._body.content) == question
+        assert caption(message) == "Enter or a click folds it"
+        await pilot.press("enter")
+        await until(pilot, lambda: message.size.height == height)
+        messages_of(scene).scroll_end(animate=False)
+        await settle(pilot)
+        await pilot.click(message._unfold)
+        await until(pilot, lambda: message.size.height == height + 18)
+
+
+async def test_key_that_unfolds_is_shown_on_long_questions_alone():
+    scene = Scene()
+    async with scene.app.run_test(size=SIZE) as pilot:
+        await scene.chatting(pilot)
+        await exchange(scene, pilot, "short", "reply")
+        await exchange(scene, pilot, "x" * 500, "reply")
+        short, long = messages_of(scene).query(UserMessage)
+        for message, is_shown in ((short, False), (long, True)):
+            message.focus()
+            await until(pilot, lambda message=message: scene.app.focused is message)
+            shown = {each.binding.id for each in scene.app.screen.active_bindings.values()}
+            assert ("message.fold" in shown) is is_shown
+        await pilot.press("enter")
+        await until(pilot, lambda: str(long._body.content) == "x" * 500)
+
+
+def test_question_of_endless_lines_is_never_drawn_whole():
+    folded = fold_question("y\n" * 100_000, 2000, 20_000)
+    assert folded.text.count("\n") == 1999
+    assert folded.rest == "… 98,001 more lines"
+    assert fold_question("\x1b[31ma\r\nb") == FoldedQuestion(text="a\nb")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from app_fakes import FakeCatalog, FakeEngineClient
 from app_scenes import Scene, settle, until
-from app_shell_fakes import make_paths
+from app_shell_fakes import leave_unsent, make_paths, unsent_of
 from fake_engine import PLAN
 from mira_app.app_state import AppState, StateFile
 from mira_app.controller import ChatController, Stage
@@ -17,13 +17,14 @@ from mira_app.tui.screens.controls import ControlsScreen
 from mira_app.tui.screens.history import HistoryScreen
 from mira_app.tui.widgets.composer import Composer
 from mira_app.tui.widgets.messages import InfoMessage, ReplyMessage
+from mira_app.unsent import Unsent, read_unsent, take_place
 from mira_engine import api
 
 SIZE = (100, 30)
 
 
-def app_with_history(tmp_path, **state: str) -> MiraApp:
-    """An app that finds a chat with one question, and what is given as its state."""
+def app_with_history(tmp_path, **unsent: str) -> MiraApp:
+    """An app that finds a chat with one question, and what an app before left unsent."""
     paths = make_paths(tmp_path)
     paths.data_dir.mkdir(parents=True, exist_ok=True)
     store = HistoryStore(paths.history)
@@ -32,7 +33,8 @@ def app_with_history(tmp_path, **state: str) -> MiraApp:
     store.save(StoredChat(chat_id="c1", model="builtin", conversation=conversation))
     store.set_last_chat("c1")
     store.close()
-    StateFile(paths.state).save(AppState(is_tour_done=True, model="builtin", **state))
+    StateFile(paths.state).save(AppState(is_tour_done=True, model="builtin"))
+    leave_unsent(paths, **unsent)
     controller = ChatController(FakeEngineClient(), FakeCatalog(is_ready=True), Settings())
     return MiraApp(controller, paths=paths, store=HistoryStore(paths.history))
 
@@ -84,12 +86,12 @@ async def test_reply_under_way_is_remembered_and_forgotten_when_it_is_finished(t
         client.deliver_text("Once upon")
         await until(pilot, lambda: controller.unfinished == "Once upon")
         await app._remember()
-        kept = StateFile(app.paths.state).load()
+        kept = unsent_of(app)
         assert (kept.chat_id, kept.partial) == (controller.chat_id, "Once upon")
         client.deliver_done("Once upon", api.ReplyStats())
         await until(pilot, lambda: not controller.unfinished)
         await app._remember()
-        assert StateFile(app.paths.state).load().partial == ""
+        assert unsent_of(app).partial == ""
 
 
 async def test_controls_change_what_a_model_failed_to_load_with():
@@ -151,3 +153,23 @@ async def test_reply_that_was_cut_says_so():
         await until(pilot, lambda: len(scene.app.chat_screen.query(InfoMessage)) == 1)
         (info,) = scene.app.chat_screen.query(InfoMessage)
         assert "cut at its limit" in str(info.content)
+
+
+async def test_apps_that_run_at_once_keep_their_own_drafts(tmp_path):
+    app = app_with_history(tmp_path)
+    other = take_place(app.paths.state.parent)  # as another app that runs holds it
+    other.save(Unsent(draft="yours"))
+    drafts = []
+    for app_number, text in enumerate(("mine", "", "")):
+        async with app.run_test(size=SIZE) as pilot:
+            await until(pilot, lambda app=app: app._is_chat_dressed)
+            drafts.append(app.chat_screen.composer.text)
+            app.chat_screen.composer.text = text
+            await app._remember()
+            assert unsent_of(app).draft == text
+        if not app_number:
+            assert read_unsent(other._path).draft == "yours"
+            other.close()
+        app = app_with_history(tmp_path)
+    assert drafts[0] == ""
+    assert sorted(drafts[1:]) == ["mine", "yours"]

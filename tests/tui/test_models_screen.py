@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from app_scenes import settle, until
 from desk_fakes import FOLDER, GRANITE, OLMOE, DeskScene
+from fake_engine import PLAN
 from mira_app.catalog import BUILTIN
 from mira_app.controller import Stage
 from mira_app.job import JobState
@@ -123,7 +124,8 @@ async def test_verdicts_arrive_one_by_one(make_scene):
         await scene.open(pilot)
         await until(pilot, lambda: "working it out" in scene.text_of(OLMOE))
         await scene.judge(pilot)
-        assert "81 tok/s, large, draft 4" in scene.text_of(BUILTIN)
+        assert "about 81 tok/s, estimate" in scene.text_of(BUILTIN)
+        assert "about 81 tok/s, estimate, large, draft 4" in scene.details_text()
         assert "working it out" in scene.text_of(OLMOE)
         assert "240 of 480 experts" in scene.details_text()
 
@@ -221,8 +223,56 @@ async def test_model_opens_once_it_can_be_loaded_and_its_predictors_are_put_off(
         scene.menu.reread()
         scene.menu.poll_desk()
         await scene.load(pilot)
-        assert scene.job_client.cancelled == [scene.job_call]
+        await until(pilot, lambda: scene.job_client.cancelled == [scene.job_call])
         assert any("predictors are put off" in toast for toast in scene.toasts)
+        assert any("Ctrl+O goes on" in toast for toast in scene.toasts)
+        scene.job_call.fail(api.CancelledError("Stopped."))
+        await until(pilot, lambda: scene.desk.jobs.jobs[0].state is JobState.PAUSED)
+        assert len(scene.job_client.requests) == 1
+
+
+async def test_what_was_put_off_is_seen_in_the_chat_and_goes_on_in_the_menu(make_scene):
+    scene = make_scene()
+    async with scene.app.run_test(size=(120, 30)) as pilot:
+        await scene.open(pilot)
+        await scene.start(pilot, OLMOE)
+        scene.shelf.ready.add(OLMOE)
+        scene.menu.reread()
+        scene.menu.poll_desk()
+        await scene.load(pilot)
+        await until(pilot, lambda: len(scene.job_client.cancelled) == 1)
+        scene.job_call.fail(api.CancelledError("Stopped."))
+        state_line = scene.app.chat_screen.state_line
+        await until(
+            pilot,
+            lambda: str(state_line.content) == "predictors put off, Ctrl+O goes on · ready",
+        )
+        await pilot.press("ctrl+o")
+        await until(pilot, lambda: len(scene.job_client.requests) == 2)
+        assert scene.desk.jobs.jobs[0].state is JobState.RUNNING
+        await pilot.press("ctrl+o")
+        await until(pilot, lambda: len(scene.job_client.cancelled) == 2)
+
+
+async def test_what_was_put_off_goes_on_while_one_chats_with_another_model(make_scene):
+    scene = make_scene(BUILTIN, OLMOE)
+    async with scene.app.run_test(size=(120, 30)) as pilot:
+        await scene.open(pilot)
+        scene.desk.jobs.start(OLMOE, "OLMoE", is_profiling=True)
+        await scene.mark(pilot, OLMOE)
+        await pilot.press("enter")
+        await scene.load(pilot)
+        await until(pilot, lambda: scene.desk.jobs.jobs[0].is_put_off)
+        if scene.job_client.calls:
+            scene.job_call.fail(api.CancelledError("Stopped."))
+        await pilot.press("ctrl+o")
+        await scene.mark(pilot, BUILTIN)
+        await pilot.press("enter")
+        await scene.requested_load(pilot, BUILTIN)
+        scene.client.deliver_loaded(PLAN)
+        await until(pilot, lambda: scene.app.screen is scene.app.chat_screen)
+        assert not scene.desk.jobs.jobs[0].is_put_off
+        assert scene.desk.jobs.jobs[0].is_active
 
 
 async def test_job_that_ends_while_another_model_answers_leaves_the_chat_alone(make_scene):

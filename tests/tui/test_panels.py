@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 from app_scenes import NOTICES, until
 from mira_app.panel_history import PanelState
+from mira_app.tui.screens import details
 from mira_app.tui.screens.details import DetailsScreen
 from mira_app.tui.widgets.live_panel import COLUMN_WIDTH
 from mira_app.tui.widgets.panels import side_panel
@@ -349,6 +351,60 @@ async def test_details_follow_the_session() -> None:
         await until(pilot, lambda: screen.figures._state is app.state)
         plot = screen.query(HistoryPlot).first()
         await until(pilot, lambda: plot._session is app.state.session)
+
+
+async def test_details_draw_only_what_changed_and_nothing_of_what_they_cover(monkeypatch) -> None:
+    monkeypatch.setattr(side_panel, "REST_S", 0.01)
+    for name in ("MAP_INTERVAL_S", "PLOT_INTERVAL_S"):
+        monkeypatch.setattr(details, name, 3600)  # the test is the clock
+    app = PanelApp()
+    async with app.run_test(size=(120, 60)) as pilot:
+        feed, below = Feed(), app.screen
+        await show(pilot, feed.next())
+        await pilot.press("f4")
+        await until(pilot, lambda: isinstance(app.screen, DetailsScreen))
+        screen = app.screen
+        await settle_screen(pilot)
+        counts: Counter[str] = Counter()
+        count(monkeypatch, counts, "whole screens", screen._compositor, "render_full_update")
+        count(monkeypatch, counts, "covered panels", below.side.column, "_draw")
+        count(monkeypatch, counts, "figures", screen.figures, "_draw")
+        count(monkeypatch, counts, "maps", screen.map._grid, "show")
+        for plot in screen.query(HistoryPlot):
+            count(monkeypatch, counts, "plots", plot, "render")
+        for _ in range(3):
+            screen._show_map()
+            screen._show_next_plot()
+            await settle_screen(pilot)
+        assert counts == {}, "nothing changed"
+        for _ in range(4):
+            app.show(feed.next())
+            screen._show_map()
+            screen._show_next_plot()
+            await settle_screen(pilot)
+        # Every other sample of the feed has a picture of its own.
+        assert counts == {"figures": 4, "maps": 2, "plots": 4}
+        await pilot.press("f4")
+        await until(pilot, lambda: app.screen is below)
+        app.show(feed.next())
+        await until(pilot, lambda: below.side.column._state is app.state)
+
+
+def count(monkeypatch, counts: Counter[str], what: str, owner: object, name: str) -> None:
+    """Counts calls of a method from now on."""
+    method = getattr(owner, name)
+
+    def counted(*args, **options):
+        counts[what] += 1
+        return method(*args, **options)
+
+    monkeypatch.setattr(owner, name, counted)
+
+
+async def settle_screen(pilot) -> None:
+    """Lets what is due be drawn."""
+    for _ in range(4):
+        await pilot.pause()
 
 
 def test_points_are_at_the_ends_of_their_intervals() -> None:

@@ -272,13 +272,13 @@ async def test_footer_shows_the_keys_that_matter_in_eighty_columns(monkeypatch):
 
 def test_state_is_read_back_as_it_was(tmp_path):
     path = tmp_path / "deep" / "state.json"
-    state = AppState(is_tour_done=True, model="builtin", draft="née\n\x1b")
+    state = AppState(is_tour_done=True, model="née\n\x1b")
     StateFile(path).save(state)
     assert StateFile(path).load() == state
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", "null", '{"draft": 3, "model": null}', "[" * 100_000, "\udcff"]
+    "text", ["", "{", "[]", "null", '{"is_tour_done": 3, "model": null}', "[" * 100_000, "\udcff"]
 )
 def test_state_that_cannot_be_read_is_forgotten_and_written_anew(tmp_path, text):
     path = tmp_path / "state.json"
@@ -292,14 +292,14 @@ def test_state_that_cannot_be_read_is_forgotten_and_written_anew(tmp_path, text)
 
 def test_state_of_another_version_keeps_what_is_known(tmp_path):
     path = tmp_path / "state.json"
-    path.write_text('{"draft": "x", "colour": "red"}')
-    assert StateFile(path).load() == AppState(draft="x")
+    path.write_text('{"model": "x", "colour": "red"}')
+    assert StateFile(path).load() == AppState(model="x")
 
 
 def test_state_that_did_not_change_is_not_written_again(tmp_path):
     path = tmp_path / "state.json"
     file = StateFile(path)
-    file.save(AppState(draft="x"))
+    file.save(AppState(model="x"))
     path.unlink()
-    file.save(AppState(draft="x"))
+    file.save(AppState(model="x"))
     assert not path.exists()

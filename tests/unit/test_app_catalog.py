@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from pathlib import Path
@@ -20,13 +21,14 @@ from mira_app.catalog import (
 )
 from mira_app.engine_client import EngineClient
 from mira_app.model_sizes import expected_prepared_bytes
-from mira_app.verdicts import VERDICTS_FILE, VerdictBoard, verdict_of
+from mira_app.verdicts import VERDICTS_FILE, VerdictBoard, rate_text, verdict_of
 from mira_assets.models import CatalogModel, load_models
 from mira_engine import api
 from mira_engine.checkpoint.architecture import load_config, meta_model
 from mira_engine.checkpoint.experts import find_expert_modules
 from mira_engine.checkpoint.files import BACKBONE_MARKER, MANIFEST_FILE
 from mira_engine.checkpoint.formats import make_format
+from mira_engine.events import DepthResult
 
 OLMOE = "allenai/OLMoE-1B-7B-0924-Instruct"
 NESTED = api.Precision.NESTED
@@ -244,8 +246,32 @@ def made(*alternatives: api.PlanAlternative, refusal: str = "") -> api.PlanMade:
 
 def test_verdict_of_a_plan_tells_mode_draft_and_rate():
     verdict = verdict_of(made(*ALTERNATIVES))
-    assert verdict.text == "81 tok/s, large, draft 4"
+    assert verdict.text == "about 81 tok/s, estimate, large, draft 4"
     assert "240 of 480 experts" in verdict.reason
+
+
+def test_verdict_of_a_plan_with_a_profile_tells_what_was_measured():
+    measured = DepthResult(num_draft_tokens=2, tpot_s=0.0247, num_replies=9)
+    verdict = verdict_of(dataclasses.replace(made(*ALTERNATIVES), measured=measured))
+    assert verdict.text == "about 40 tok/s, measured, large, draft 2"
+    slow = dataclasses.replace(measured, num_draft_tokens=0)
+    verdict = verdict_of(dataclasses.replace(made(*ALTERNATIVES), measured=slow))
+    assert verdict.text == "about 40 tok/s, measured, large, no draft"
+
+
+def test_verdict_in_a_narrow_column_keeps_the_rate_and_where_it_comes_from():
+    verdict = verdict_of(made(*ALTERNATIVES))
+    assert verdict.fitting(40) == verdict.text
+    assert verdict.fitting(39) == verdict.fitting(32) == "about 81 tok/s, estimate, large"
+    assert verdict.fitting(10) == "about 81 tok/s, estimate"
+
+
+@pytest.mark.parametrize(
+    ("rate", "text"),
+    [(1234.0, "1200"), (99.6, "100"), (81.3, "81"), (9.96, "10"), (8.13, "8.1"), (0.0456, "0.046")],
+)
+def test_rate_has_two_digits(rate, text):
+    assert rate_text(rate) == text
 
 
 def test_verdict_of_a_refusal_tells_the_missing_bytes():

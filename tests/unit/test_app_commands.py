@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from app_fakes import FakeShelf
+from fake_engine import PLAN
 from mira_app import cli, wiring
 from mira_app.catalog import CatalogEntry, ModelState
 from mira_app.commands import COMMANDS
@@ -21,6 +22,7 @@ from mira_app.progress import LineProgress, duration_text
 from mira_app.settings import load_settings
 from mira_assets.models import load_models
 from mira_engine import api
+from mira_engine.events import DepthResult
 from typer.testing import CliRunner
 
 PROGRAM = Path(__file__).parents[1] / "app_fakes.py"
@@ -452,8 +454,30 @@ def test_bench_medians_leave_out_replies_without_a_draft():
         stats = api.ReplyStats(num_new_tokens=2, num_drafted=drafted, num_accepted=accepted)
         return BenchReply(kind="chat", prompt="p", stats=stats)
 
-    def median(*replies: BenchReply) -> float:
+    def median(*replies: BenchReply) -> float | None:
         return BenchReport(loaded=None, replies=replies).medians["acceptance_rate"]
 
     assert median(reply(0, 0), reply(4, 3), reply(4, 1)) == 0.5
-    assert median(reply(0, 0)) == 0.0
+    assert median(reply(0, 0)) is None
+    loaded = api.ModelLoaded(
+        request_id="r", model="m", title="M", context_length=1, plan=PLAN, load_s=0.0
+    )
+    report = BenchReport(loaded=loaded, replies=(reply(0, 0),))
+    assert [line.endswith("no draft") for line in report.lines()[2:]] == [True, True]
+    plain = json.loads(report.to_json())
+    assert plain["medians"]["acceptance_rate"] is plain["replies"][0]["acceptance_rate"] is None
+
+
+def test_reply_that_drafted_nothing_has_no_acceptance_anywhere():
+    from mira_app.figures import derived, profile_figures, profile_lines, stats_line
+
+    stats = api.ReplyStats(num_new_tokens=9, decode_s=1.0)
+    assert derived(stats)["acceptance_rate"] is derived(stats)["accepted_per_round"] is None
+    assert "| no draft |" in stats_line(stats, budget_bytes=1)
+    drafted = dataclasses.replace(stats, num_rounds=3, num_drafted=6)
+    assert derived(drafted)["acceptance_rate"] == derived(drafted)["accepted_per_round"] == 0.0
+    assert "| accepted 0.00 per round |" in stats_line(drafted, budget_bytes=1)
+    result = DepthResult(num_draft_tokens=0, tpot_s=0.1, num_replies=1)
+    profile = api.KProfile(best=0, acceptance=0.0, results=(result,))
+    assert profile_figures(profile) == {"acceptance": None, "expected_accepted": None}
+    assert not any("acceptance" in line for line in profile_lines(profile))

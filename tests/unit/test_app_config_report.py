@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 from mira_app.config_report import init_config, make_config_report
@@ -69,3 +71,42 @@ def test_init_writes_the_documented_file_once(path):
     assert read_settings_file(path).problems == ()
     with pytest.raises(ConfigError, match="there already"):
         init_config(path)
+
+
+def test_report_names_themes_and_keys_that_are_none_with_their_lines(path):
+    path.write_text(
+        '[interface]\ntheme = "mira-lihgt"\n\n[keymap]\n"chat.nwe" = "f9"\n'
+        '"chat.new" = "ctl+k"\nchat.fold = "f10"\n',
+        encoding="utf-8",
+    )
+    report = make_config_report({}, path)
+    said = [f"{problem.message} {problem.hint}" for problem in report.problems]
+    assert said == [
+        f"{path}, line 2: There is no theme 'mira-lihgt'. Did you mean mira-light?",
+        f"{path}, line 5: keymap: there is no binding 'chat.nwe'. Did you mean chat.new?",
+        f"{path}, line 6: keymap: chat.new cannot be on 'ctl+k'. Did you mean ctrl+k?",
+    ]
+    assert line_of(report, "theme") == ["theme", "mira-lihgt", "file"]
+
+
+def test_report_names_the_variable_of_a_theme_that_is_none(path):
+    path.write_text('[interface]\ntheme = "terminal"\n', encoding="utf-8")
+    (problem,) = make_config_report({"MIRA_CHAT_THEME": "drakula"}, path).problems
+    assert problem.message == "There is no theme 'drakula'."
+    assert problem.hint == "Did you mean dracula? It comes from the variable MIRA_CHAT_THEME."
+
+
+def test_report_takes_every_theme_and_binding_that_there_is(path):
+    path.write_text('[interface]\ntheme = "nord"\n[keymap]\napp.help = "f10"\n', encoding="utf-8")
+    assert make_config_report({}, path).problems == ()
+
+
+def test_report_without_looks_or_keys_loads_no_terminal_interface(path):
+    path.write_text("[engine]\nk = 3\n", encoding="utf-8")
+    code = (
+        "import sys, pathlib; from mira_app.config_report import make_config_report\n"
+        f"make_config_report({{}}, pathlib.Path({str(path)!r}))\n"
+        "print('textual' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

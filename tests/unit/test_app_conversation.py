@@ -26,6 +26,37 @@ def test_regenerated_reply_is_a_sibling_and_old_one_can_be_shown_again():
     assert contents(again.at(chat.head_id)) == ["q", "one"]
 
 
+def test_branch_that_is_come_back_to_stands_where_it_was_left():
+    chat = Conversation().with_user("q").with_reply("one").with_user("more").with_reply("first")
+    again = chat.before_reply().with_reply("second")
+    old = again.at_sibling(again.head_id, -1)
+    assert contents(old)[-1] == "first"
+    other = old.before_reply(1).with_reply("two")
+    assert contents(other) == ["q", "two"]
+    back = other.at_sibling(other.head_id, -1)
+    assert contents(back) == ["q", "one", "more", "first"], "not the newest, which is second"
+    assert back.at_sibling(1, 0) is not None
+    assert contents(back.at_sibling(1, 0)) == contents(back), "the path is left as it is"
+
+
+def test_branch_that_was_never_left_is_shown_to_its_newest_end():
+    chat = Conversation().with_user("q").with_reply("one").with_user("more").with_reply("end")
+    stored = Conversation(turns=chat.turns, head_id=chat.head_id).before_reply(1).with_reply("two")
+    forgotten = Conversation(turns=stored.turns, head_id=stored.head_id)
+    assert contents(forgotten.at_sibling(stored.head_id, -1)) == ["q", "one", "more", "end"]
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 30)), max_size=30))
+def test_places_visited_are_few_and_none_lies_on_the_way_to_another(steps):
+    chat = Conversation().with_user("q")
+    for is_moving, number in steps:
+        if is_moving:
+            chat = chat.at(number % len(chat.turns))
+        else:
+            chat = chat.with_user(f"q{len(chat.turns)}")
+    assert len({*chat.visited}) == len(chat.visited) <= len(chat.turns)
+
+
 def test_partial_reply_stays_and_empty_one_is_left_out_with_its_question():
     chat = Conversation().with_user("q").with_reply("hal", status=TurnStatus.STOPPED)
     assert contents(chat.with_user("r")) == ["q", "hal", "r"]

@@ -58,6 +58,15 @@ def test_jsonl_keeps_every_chat_whole(many):
     assert exported.count("\n") == sum(1 + len(chat.conversation.turns) for chat in many)
 
 
+@pytest.mark.parametrize("visited", ["3", "[1]", "[-1]", "[true]", '"x"'])
+def test_places_visited_that_are_no_turns_are_refused(visited):
+    exported = to_jsonl([StoredChat(chat_id="c", conversation=Conversation().with_user("q"))])
+    broken = exported.replace('"visited": []', f'"visited": {visited}')
+    assert broken != exported
+    with pytest.raises(ImportFormatError, match="visited"):
+        from_jsonl(broken)
+
+
 def shown(turn: Turn) -> tuple:
     return (turn.role, sanitise(turn.content), sanitise(turn.thinking), turn.status, turn.model)
 

@@ -99,6 +99,20 @@ def test_chat_with_siblings_and_figures_comes_back_as_it_was(path):
         assert [s.num_turns for s in store.chats()] == [5]
 
 
+def test_branch_looked_at_last_is_shown_again_by_the_next_app(path):
+    chat = Conversation().with_user("q").with_reply("one").before_reply().with_reply("two")
+    deep = chat.at_sibling(chat.head_id, -1).with_user("more").with_reply("a")
+    looked_at = deep.before_reply().with_reply("b").at_sibling(5, -1)
+    away = looked_at.at_sibling(1, 1)
+    with opened(path) as store:
+        store.save(StoredChat(chat_id="c", conversation=away))
+    with opened(path) as store:
+        kept = store.load("c").conversation
+    assert [turn.content for turn in kept.path()] == ["q", "two"]
+    back = kept.at_sibling(kept.head_id, -1)
+    assert [turn.content for turn in back.path()] == ["q", "one", "more", "a"]
+
+
 @settings(max_examples=30)  # each is a file
 @given(texts=st.lists(st.text(st.characters(exclude_categories=())), min_size=1, max_size=4))
 def test_any_text_comes_back_exactly(tmp_path_factory, texts):
@@ -516,6 +530,7 @@ def test_file_of_the_first_version_is_brought_up_and_can_be_searched(path):
     connection.close()
     with opened(path) as store:
         assert [hit.turn_id for hit in store.search("needle")] == [0]
+        assert store.load("c").conversation.visited == ()
         assert names(path) == ["history.sqlite", "history.sqlite-shm", "history.sqlite-wal"]
     connection = sqlite3.connect(path)
     assert connection.execute("PRAGMA user_version").fetchone() == (len(scripts),)

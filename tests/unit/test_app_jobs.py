@@ -248,6 +248,30 @@ def test_pause_after_resume_before_it_took_effect_stays_paused(make_bench):
     assert bench.job().state is JobState.PAUSED
 
 
+def test_job_that_was_put_off_goes_on_when_it_is_resumed(make_bench):
+    bench = make_bench()
+    bench.begin()
+    bench.runner.put_off(MODEL)
+    assert bench.client.cancelled == [bench.call]
+    bench.fail(api.CancelledError("Preparation was cancelled."))
+    assert (bench.job().state, bench.job().is_put_off) == (JobState.PAUSED, True)
+    assert job_text(bench.job()) == "put off while you chat"
+    bench.runner.resume(MODEL)
+    assert not bench.job().is_put_off
+    bench.runner.poll()
+    assert bench.job().state is JobState.RUNNING
+
+
+def test_job_that_was_put_off_goes_on_after_a_restart(make_bench):
+    first = make_bench()
+    first.begin()
+    first.runner.put_off(MODEL)
+    first.runner.close()
+    second = make_bench()
+    second.runner.poll()
+    assert second.job().state is JobState.RUNNING
+
+
 def test_paused_waiting_job_never_starts(make_bench):
     bench = make_bench()
     bench.begin()

@@ -12,8 +12,6 @@ happens then. Screens that few need at once are imported when they are opened.
 
 from __future__ import annotations
 
-import asyncio
-import dataclasses
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
@@ -24,12 +22,11 @@ from textual.binding import Binding
 from textual.command import Provider
 from textual.screen import Screen
 
-from mira_app.app_state import AppState, StateFile
 from mira_app.controller import ChatController, Stage, Update
 from mira_app.paths import AppPaths
 from mira_app.setting_fields import FIELDS
 
-from .history_app import HistoryApp
+from .lasting_app import LastingApp
 from .screens.models import ModelsScreen
 from .widgets.composer import Composer
 from .widgets.panels.side_panel import SidePanel
@@ -61,7 +58,7 @@ def _key(keys: str, action: str, name: str, about: str = "", *, is_shown: bool =
     return Binding(keys, action, name, show=is_shown, id=f"app.{action}", tooltip=about)
 
 
-class MiraApp(HistoryApp):
+class MiraApp(LastingApp):
     """The program `mira-chat` opens.
 
     Args of the constructor: the controller; the history, not yet opened, `None` to keep no
@@ -84,6 +81,10 @@ class MiraApp(HistoryApp):
             tooltip="all commands, themes",
         ),
         Binding("ctrl+q", "quit", "Quit", priority=True, id="app.quit"),
+        Binding(
+            "ctrl+c", "interrupt", "Stop, or quit", show=False, priority=True, id="app.interrupt",
+            tooltip="stop the reply; twice: quit",
+        ),
     ]  # fmt: skip
 
     def __init__(
@@ -95,11 +96,8 @@ class MiraApp(HistoryApp):
         desk: ModelDesk | None = None,
         problems: Sequence[MiraError] = (),
     ) -> None:
-        super().__init__(controller, store, paths, problems)
+        super().__init__(controller, store, paths, desk, problems)
         self.models_screen = ModelsScreen(controller, desk)
-        self._desk = desk
-        self._state_file = StateFile(paths.state) if paths is not None else None
-        self._state = AppState()
         self._engine = controller.settings.engine
         self._is_chat_due = False
 
@@ -110,9 +108,7 @@ class MiraApp(HistoryApp):
         self.dress()
         self.install_screen(self.chat_screen, "chat")
         await self.push_screen(self.models_screen)
-        if self._state_file is not None:
-            self._state = self._state_file.load()
-            self._unfinished = (self._state.chat_id, self._state.partial)
+        self._recall()
         self._begin()
         self._poll_timer = self.set_interval(POLL_INTERVAL_S, self._poll)
         if self._state_file is not None:
@@ -139,49 +135,13 @@ class MiraApp(HistoryApp):
             self._is_chat_due = False
             self.show_chat()  # one can write while the model is loaded
 
-    async def action_quit(self) -> None:
-        """Keeps what is to be remembered, ends the engine, then the app."""
-        await self._remember()
-        await asyncio.to_thread(self.controller.close)
-        if self._desk is not None:
-            await asyncio.to_thread(self._desk.close)
-        if self._store is not None and self._is_store_open:
-            await asyncio.to_thread(self._store.close)
-        self.exit()
-
-    @property
-    def _is_model_here(self) -> bool:
-        """Whether a model is loaded, and by the engine of this machine."""
-        return self.controller.loaded is not None and self.controller.server is None
-
-    async def _remember(self) -> None:
-        """Writes draft and model where they changed; once refused, says so and gives up."""
-        loaded = self.controller.loaded
-        draft = self._state.draft
-        if self._is_chat_dressed and self.chat_screen.query(Composer):
-            draft = self.chat_screen.composer.full_text  # not while it is taken down
-        self._state = AppState(
-            is_tour_done=self._state.is_tour_done,
-            model=loaded.model if self._is_model_here else self._state.model,
-            draft=draft,
-            chat_id=self.controller.chat_id if self.controller.unfinished else "",
-            partial=self.controller.unfinished,
-        )
-        await self._remember_chat()
-        if self._state_file is None:
-            return
-        try:
-            await asyncio.to_thread(self._state_file.save, self._state)
-        except MiraError as error:
-            self._state_file = None
-            self.tell_problem(error)
-
     # -- polling
 
     async def _poll(self) -> None:
         if not self.is_running:
             return  # the screens are being taken down
         update = self.controller.poll()
+        self.chat_screen.show_remark(self.models_screen.put_off_text)
         for screen in (self.models_screen, self.chat_screen, *self._screens_above()):
             take = getattr(screen, "take", None)
             if take is not None and screen.is_mounted:
@@ -200,6 +160,7 @@ class MiraApp(HistoryApp):
         """
         if self.controller.stage in (Stage.IDLE, Stage.FAILED):
             self._is_chat_due = False
+            self.models_screen.is_chat_open = self.chat_screen in self.screen_stack
         is_ready = self.controller.stage is Stage.READY
         if self._is_chat_due and is_ready and self.screen is self.models_screen:
             self._is_chat_due = False
@@ -217,7 +178,7 @@ class MiraApp(HistoryApp):
         except MiraError as error:
             self.models_screen.show_problem(error)
         else:
-            self._is_chat_due = True
+            self._is_chat_due = self.models_screen.is_chat_open = True
             self.models_screen.take(Update(is_stage_new=True))
 
     def choose_model(self, model: str) -> None:
@@ -231,6 +192,7 @@ class MiraApp(HistoryApp):
 
     def show_chat(self) -> None:
         """Closes whatever lies over the chat, or opens it."""
+        self.models_screen.is_chat_open = True
         if self.chat_screen in self.screen_stack:
             self._close_down_to(self.chat_screen)
             return
@@ -249,7 +211,7 @@ class MiraApp(HistoryApp):
         if not self._is_chat_dressed:  # It keeps what it has when one comes back to it.
             self.chat_screen.side_panel.columns = self.interface.panel_width
             self.show_panels(self.interface.are_panels_shown)
-            self.chat_screen.composer.insert(self._state.draft, (0, 0))
+            self.chat_screen.composer.insert(self._draft, (0, 0))
             self._is_chat_dressed = True
         if self._is_drawing_due:
             await self._draw_due_chat()
@@ -369,10 +331,6 @@ class MiraApp(HistoryApp):
         }
         self.push_screen(TourScreen(keys), self._finish_tour)
 
-    async def _finish_tour(self, _result: None) -> None:
-        self._state = dataclasses.replace(self._state, is_tour_done=True)
-        await self._remember()
-
     def on_resize(self, event: events.Resize) -> None:
         """Says so where the terminal has no room for the layout, for as long as it has none."""
         from .screens.too_small import TooSmallScreen, is_too_small
@@ -395,3 +353,4 @@ def run_app(
     """Runs the app until it is left; the mouse is taken unless the settings say otherwise."""
     app = MiraApp(controller, store=store, paths=paths, desk=desk, problems=problems)
     app.run(mouse=controller.settings.interface.is_mouse_enabled)
+    app.wait_for_engines()

@@ -48,11 +48,11 @@ class KeymapReport:
 
     Attributes:
         keymap: Keys by binding id, as Textual takes them.
-        problems: Entries that are left out, each with its reason.
+        problems: By binding id, why an entry is left out.
     """
 
     keymap: Keymap
-    problems: tuple[ConfigError, ...]
+    problems: Mapping[str, ConfigError]
 
 
 def known_bindings() -> dict[str, Binding]:
@@ -84,15 +84,15 @@ def check_keymap(wanted: Mapping[str, str], known: Mapping[str, Binding]) -> Key
         known: All bindings by id.
     """
     keymap: Keymap = {}
-    problems: list[ConfigError] = []
+    problems: dict[str, ConfigError] = {}
     for binding_id, keys in wanted.items():
         try:
             _check_entry(binding_id, keys, wanted, known)
         except ConfigError as error:
-            problems.append(error)
+            problems[binding_id] = error
         else:
             keymap[binding_id] = ",".join(key.strip() for key in keys.split(","))
-    return KeymapReport(keymap=keymap, problems=tuple(problems))
+    return KeymapReport(keymap=keymap, problems=problems)
 
 
 def _check_entry(
@@ -103,7 +103,7 @@ def _check_entry(
         raise ConfigError(f"keymap: there is no binding {binding_id!r}.", hint=hint)
     for key in (key.strip() for key in keys.split(",")):
         if not is_key(key):
-            hint = _nearest(key, _KEY_NAMES, "Write keys as ctrl+k, f9, shift+tab or a letter.")
+            hint = _nearest_key(key)
             raise ConfigError(f"keymap: {binding_id} cannot be on {key!r}.", hint=hint)
         for other_id, other in known.items():
             if other_id != binding_id and _do_meet(binding_id, other_id):
@@ -123,8 +123,22 @@ def _do_meet(one: str, other: str) -> bool:
 
 
 def _nearest(word: str, known: Iterable[str], otherwise: str) -> str:
+    close = _closest(word, known)
+    return f"Did you mean {close}?" if close else otherwise
+
+
+def _nearest_key(key: str) -> str:
+    *modifiers, base = key.split("+")
+    parts = [_closest(modifier, _MODIFIERS) or modifier for modifier in modifiers]
+    meant = "+".join([*parts, base if len(base) == 1 else _closest(base, _KEY_NAMES) or base])
+    if is_key(meant):
+        return f"Did you mean {meant}?"
+    return "Write keys as ctrl+k, f9, shift+tab or a letter."
+
+
+def _closest(word: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(word.lower(), sorted(known), n=1, cutoff=0.6)
-    return f"Did you mean {close[0]}?" if close else otherwise
+    return close[0] if close else ""
 
 
 def is_key(key: str) -> bool:

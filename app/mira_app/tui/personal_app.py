@@ -10,8 +10,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from mira_engine.api import MiraError
-from textual.app import App
+from mira_engine.api import ConfigError, MiraError
 from textual.notifications import SeverityLevel
 from textual.theme import Theme
 
@@ -19,13 +18,14 @@ from mira_app.paths import AppPaths
 from mira_app.sanitise import sanitise
 from mira_app.setting_fields import InterfaceSettings
 
+from .ordered_keys import OrderedKeysApp
 from .themes import check_theme, make_themes
 
 PROBLEM_S = 12.0
 """Seconds that a problem is shown; F1 keeps it among the notes."""
 
 
-class PersonalApp(App[None]):
+class PersonalApp(OrderedKeysApp):
     """What `MiraApp` is beside its screens.
 
     Args of the constructor: how it is to look; where files are, `None` to keep nothing; what
@@ -57,8 +57,8 @@ class PersonalApp(App[None]):
         try:
             check_theme(self.interface.theme, self.available_themes)
             self.theme = self.interface.theme
-        except MiraError as problem:
-            self.problems.append(problem)
+        except ConfigError as problem:
+            self.problems.append(self._placed(problem, "theme", self.interface.theme))
         self.theme_changed_signal.subscribe(self, self._keep_theme, immediate=True)
 
     def _use_keymap(self) -> None:
@@ -66,8 +66,20 @@ class PersonalApp(App[None]):
             from .keymap import check_keymap, known_bindings
 
             report = check_keymap(self.interface.keymap, known_bindings())
-            self.problems += report.problems
+            self.problems += [
+                self._placed(problem, "keymap", self.interface.keymap, binding_id)
+                for binding_id, problem in report.problems.items()
+            ]
             self.set_keymap(report.keymap)
+
+    def _placed(self, problem: ConfigError, name: str, value: object, key: str = "") -> ConfigError:
+        """Says where the settings file has what is wrong, where it is there that it is."""
+        if self.paths is None:
+            return problem
+        from mira_app.settings_file import read_settings_file
+
+        place = read_settings_file(self.paths.config).place_of(name, value, key)
+        return ConfigError(f"{place}{problem.message}", hint=problem.hint)
 
     # -- settings that change here
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from mira_assets.themes import PALETTES, Palette
 from mira_engine.api import ConfigError
-from textual.theme import Theme
+from textual.theme import BUILTIN_THEMES, Theme
 
 
 def make_theme(palette: Palette) -> Theme:
@@ -24,6 +24,11 @@ def make_theme(palette: Palette) -> Theme:
 def make_themes() -> tuple[Theme, ...]:
     """Makes our themes, the default first."""
     return tuple(make_theme(palette) for palette in PALETTES)
+
+
+def known_themes() -> frozenset[str]:
+    """Returns the names of all themes, ours and Textual's."""
+    return frozenset({*BUILTIN_THEMES, *(palette.name for palette in PALETTES)})
 
 
 def check_theme(name: str, known: Iterable[str]) -> None:

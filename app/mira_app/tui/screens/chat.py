@@ -73,6 +73,7 @@ class ChatScreen(MessageScreen):
         self._shown_stage: Stage | None = None
         self._told_trimmed: ContextTrimmed | None = None
         self._welcomed: str | None = None
+        self._remark = ""
 
     def compose(self) -> ComposeResult:
         """Lays out the chat with the panel beside or under it."""
@@ -91,15 +92,24 @@ class ChatScreen(MessageScreen):
 
     async def on_mount(self) -> None:
         """Begins with what the controller already knows."""
+        if not self._is_laid_out:
+            return
         await self.messages.show(self._controller.conversation)
         self._show_state()
 
     def on_screen_resume(self) -> None:
         """Puts the cursor where one writes, unless a message was gone to."""
+        if not self._is_laid_out:
+            return
         self._footer_stage = None  # it may not follow while another screen is shown
         self._show_state()
         if not isinstance(self.focused, ChatMessage):
             self.set_focus(self.composer)
+
+    @property
+    def _is_laid_out(self) -> bool:
+        """Whether there is something to draw on: not before, and not while it is taken down."""
+        return bool(self.query(Composer))
 
     # -- asking
 
@@ -140,10 +150,13 @@ class ChatScreen(MessageScreen):
 
     async def action_stop(self) -> None:
         """Stops the reply; never touches what is being written."""
-        if self._is_send_due:
-            self._is_send_due = False
-        elif self._controller.stop():
+        if not self.take_back() and self._controller.stop():
             self._show_state()
+
+    def take_back(self) -> bool:
+        """Takes back that what is written is to be sent; returns whether it was to be."""
+        was_due, self._is_send_due = self._is_send_due, False
+        return was_due
 
     def on_composer_edit_left(self) -> None:
         """Gives up writing a question anew."""
@@ -240,7 +253,8 @@ class ChatScreen(MessageScreen):
     async def take(self, update: Update) -> None:
         """Shows what a poll brought."""
         async with self._drawing:
-            await self._draw(update)
+            if self._is_laid_out:
+                await self._draw(update)
 
     async def _draw(self, update: Update) -> None:
         await self._write(update)
@@ -307,6 +321,12 @@ class ChatScreen(MessageScreen):
             "stays, and so does everything on the screen."
         )
 
+    def show_remark(self, text: str) -> None:
+        """Shows beside the state what the menu has to say, nothing where it is empty."""
+        if text != self._remark:
+            self._remark = text
+            self._show_state()
+
     async def show_problem(self, error: MiraError) -> None:
         """Shows what went wrong, in the chat."""
         await self.messages.add_info(f"{error.message}\n{error.hint}".strip(), is_error=True)
@@ -340,7 +360,8 @@ class ChatScreen(MessageScreen):
             self.context_meter.show(controller.stats, limit)
         self._shown_stage = stage
         words = {Stage.REPLYING: "answering", Stage.RECOVERING: "restarting the engine"}
-        self.state_line.update(words.get(stage, stage.value))
+        state = words.get(stage, stage.value)
+        self.state_line.update(" · ".join(filter(None, (self._remark, state))))
         if stage is not self._footer_stage:
             # Only then: it builds the footer anew, which is empty for a moment.
             self._footer_stage = stage

@@ -10,7 +10,8 @@ import os
 from collections.abc import Callable
 
 from textual import getters, work
-from textual.screen import ActiveBinding, Screen
+from textual.actions import SkipAction
+from textual.screen import ActiveBinding
 
 from mira_app.clipboard import ClipboardError, ClipboardRoute, copy_text
 from mira_app.controller import ChatController
@@ -24,9 +25,10 @@ from mira_app.tui.widgets.messages import ChatMessage
 
 from .chat_keys import LESS_ON_A_MESSAGE
 from .code_picker import CodePicker
+from .coverable import CoverableScreen
 
 
-class MessageScreen(Screen[None]):
+class MessageScreen(CoverableScreen):
     """A screen with messages and a composer.
 
     Args of the constructor: the controller, whose conversation the messages are.
@@ -101,6 +103,18 @@ class MessageScreen(Screen[None]):
         async with self._drawing:
             await self.messages.show(self._controller.conversation)
             await self.messages.jump_to(turn_id)
+
+    def action_copy_text(self) -> None:
+        """Copies what the mouse has selected in the messages.
+
+        Raises:
+            SkipAction: Nothing is.
+        """
+        selected = self.get_selected_text()
+        if not selected:
+            raise SkipAction
+        self.clear_selection()  # or the key could not stop a reply any more
+        self._copy(sanitise(selected), "selection")
 
     def _copy_code(self, text: str) -> None:
         blocks = code_blocks(sanitise(text))

@@ -12,23 +12,23 @@ from textual.binding import Binding
 from textual.containers import Vertical, VerticalScroll
 from textual.content import Content
 from textual.message import Message
-from textual.screen import ActiveBinding, Screen
+from textual.screen import ActiveBinding
 from textual.widgets import DataTable, Input, Static
 
 from mira_app.catalog import CatalogEntry
 from mira_app.controller import ChatController, Stage, Update
-from mira_app.job import Job, JobState
+from mira_app.job import JobState
 from mira_app.model_desk import ModelDesk
 from mira_app.model_rows import Column, ModelRow, Tone, details, matching, ordered
 from mira_app.sanitise import sanitise
 from mira_app.tui.footer_keys import KeyFooter, without
 from mira_app.tui.screens.add_model import AddModelScreen
+from mira_app.tui.screens.jobs_screen import DESK_INTERVAL_S, JobsScreen
 from mira_app.tui.screens.remove_model import RemoveModelScreen
 from mira_app.tui.widgets.model_table import ModelList
 from mira_app.tui.widgets.work_view import WorkView
 
 _REREAD_INTERVAL_S = 2.0
-_DESK_INTERVAL_S = 0.25
 _MIDDLE_ROWS = 20
 _TALL_ROWS = 30
 _SORTED_BY = (None, Column.NAME, Column.PARAMETERS, Column.DOWNLOAD, Column.VERDICT, Column.STATE)
@@ -49,7 +49,7 @@ class FilterInput(Input):
     ]
 
 
-class ModelsScreen(Screen[None]):
+class ModelsScreen(JobsScreen):
     """The first screen.
 
     Args of the constructor: the controller, whose models are listed; the desk with jobs and
@@ -83,23 +83,16 @@ class ModelsScreen(Screen[None]):
     class Left(Message):
         """The person wants to go back to the chat."""
 
-    model_list = getters.query_one("#models", ModelList)
     search = getters.query_one("#search", FilterInput)
     pane = getters.query_one("#details", Static)
-    work = getters.query_one("#work", WorkView)
     note = getters.query_one("#note", Static)
     problem = getters.query_one("#problem", Static)
 
     def __init__(self, controller: ChatController, desk: ModelDesk | None = None) -> None:
-        super().__init__()
-        self._controller = controller
-        self._desk = desk
-        self._entries: tuple[CatalogEntry, ...] = ()
+        super().__init__(controller, desk)
         self._sorted_by: Column | None = None
         self._is_down = False
         self._free_bytes: int | None = None
-        self._wanted: str | None = None
-        """The model that is to be loaded once its job is done."""
 
     def compose(self) -> ComposeResult:
         """Lays out the menu, the marked model, the work under way and what went wrong."""
@@ -124,10 +117,12 @@ class ModelsScreen(Screen[None]):
         self.search.display = False
         self.set_interval(_REREAD_INTERVAL_S, self.reread)
         if self._desk is not None:
-            self.set_interval(_DESK_INTERVAL_S, self.poll_desk)
+            self.set_interval(DESK_INTERVAL_S, self.poll_desk)
 
     def on_screen_resume(self) -> None:
-        """Reads anew what is installed."""
+        """Reads anew what is installed, and goes on with what the chat had put off."""
+        self.is_chat_open = False
+        self.yield_to_chat()
         self.show_models()
         if not self.search.display:
             self.model_list.focus()
@@ -190,87 +185,10 @@ class ModelsScreen(Screen[None]):
             )
         )
 
-    def _ask_verdicts(self, desk: ModelDesk) -> None:
-        """Asks for what is not known, while nothing else needs the machine.
-
-        The first plan measures the machine, which work beside it would spoil.
-        """
-        known = any(desk.verdicts.of(entry.model) is not None for entry in self._entries)
-        is_working = any(job.is_active for job in desk.jobs.jobs) and not known
-        idle = (Stage.IDLE, Stage.READY, Stage.FAILED)
-        is_asked = self.is_active and self._controller.stage in idle and not is_working
-        marked = self.model_list.marked
-        first = [e for e in self._entries if marked is not None and e == marked.entry]
-        wanted = (*first, *(entry for entry in self._entries if entry not in first))
-        desk.verdicts.want(
-            wanted if is_asked else (), is_memory_free=self._controller.loaded is None
-        )
-
-    # -- jobs
-
-    def poll_desk(self) -> None:
-        """Takes news of jobs and verdicts, also while another screen lies over this one."""
-        if self._desk is None:
-            return
-        news = self._desk.jobs.poll()
-        is_judged = self._desk.verdicts.poll()
-        for job in news.failed:
-            self.app.notify(f"{job.title}: {_message(job)}", severity="error", markup=False)
-        for job in news.finished:
-            self._welcome(job)
-        if news.finished:
-            self.show_models()
-        elif news.is_changed or is_judged:
-            self._draw()
-        if news.is_changed:
-            self.refresh_bindings()
-        self._open_wanted()
-
-    def _welcome(self, job: Job) -> None:
-        notes = "".join(f"\n{note}" for note in job.notes)
-        self.app.notify(sanitise(f"{job.title} is ready.{notes}"), markup=False)
-
-    def _open_wanted(self) -> None:
-        """Loads the model whose job the person started here, as soon as it can be loaded.
-
-        Unless another answers already; predictors are not waited for.
-        """
-        ready = [entry.model for entry in self._entries if entry.is_ready]
-        if self._wanted not in ready or not self.is_active:
-            return
-        model, self._wanted = self._wanted, None
-        if model is not None and self._controller.loaded is None and not self._is_busy:
-            self._open(model)
-
-    def _open(self, model: str) -> None:
-        """Has a ready model loaded; the rest of its job, which needs it too, is put off."""
-        if self._desk is not None:
-            for job in self._desk.jobs.jobs:
-                if job.model == model and job.is_active:
-                    self._desk.jobs.pause(model)
-                    self.app.notify(
-                        "Its predictors are put off while you chat: p in the menu goes on."
-                    )
-        self.post_message(self.Chosen(model))
-
-    def _draw_job(self) -> None:
-        if self._desk is None or self._is_busy:
-            return
-        jobs = [job for job in self._desk.jobs.jobs if job.is_active]
-        self.work.display = bool(jobs)
-        if jobs:
-            self.work.show_job(jobs[0], num_waiting=len(jobs) - 1)
-
-    @property
-    def _marked_job(self) -> Job | None:
-        row = self.model_list.marked
-        return row.job if row is not None else None
-
     # -- what the person does
 
-    @property
-    def _is_busy(self) -> bool:
-        return self._controller.stage in (Stage.PREPARING, Stage.LOADING)
+    def _open(self, model: str) -> None:
+        self.post_message(self.Chosen(model))
 
     def on_data_table_row_highlighted(self, event: DataTable.RowHighlighted) -> None:
         """Tells of the marked model."""
@@ -330,39 +248,6 @@ class ModelsScreen(Screen[None]):
         """Goes to the list of what was found."""
         if event.input is self.search:
             self.action_end_filter(True)
-
-    def action_toggle_pause(self) -> None:
-        """Pauses the marked model's job, or goes on with it."""
-        job = self._marked_job
-        if job is None or self._desk is None:
-            return
-        if job.state in (JobState.PAUSED, JobState.PAUSING, JobState.FAILED):
-            self._desk.jobs.resume(job.model)
-        else:
-            self._desk.jobs.pause(job.model)
-        self.poll_desk()
-
-    def action_retry(self) -> None:
-        """Goes on with a job that failed."""
-        if self._marked_job is not None and self._desk is not None:
-            self._desk.jobs.resume(self._marked_job.model)
-            self.poll_desk()
-
-    def action_cancel_job(self) -> None:
-        """Gives the marked model's job up; its files stay until they are removed."""
-        job = self._marked_job
-        if job is not None and self._desk is not None:
-            self._desk.jobs.cancel(job.model)
-            self.app.notify("Given up; what was finished is kept. Del removes it.")
-            self.show_models()
-            self.poll_desk()
-
-    def action_measure(self) -> None:
-        """Measures which K is fastest for a model that is ready."""
-        row = self.model_list.marked
-        if row is not None and self._desk is not None:
-            self._desk.jobs.start(row.entry.model, row.entry.title, is_profiling=True)
-            self.poll_desk()
 
     def action_add(self) -> None:
         """Asks for a repository or a folder."""
@@ -485,13 +370,10 @@ class ModelsScreen(Screen[None]):
             self.note.display = stage is Stage.IDLE and self.work.display
             self.work.display = is_busy
             self.model_list.disabled = is_busy
+            self.yield_to_chat()
             self.show_models()
             if not is_busy and self.is_current:
                 self.model_list.focus()
             self.refresh_bindings()
         if is_busy:
             self.work.show_controller(self._controller)
-
-
-def _message(job: Job) -> str:
-    return sanitise(job.error.message) if job.error is not None else "failed"

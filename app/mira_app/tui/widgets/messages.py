@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from textual import events
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Vertical
@@ -19,6 +20,9 @@ from .growing_text import GrowingText
 
 _SHOWN_LINES = 12
 _SHOWN_LINE_CHARS = 400
+_OPEN_LINES = 2000
+_OPEN_LINE_CHARS = 20_000
+"""What is drawn of a long question at most; more would hold the screen up for seconds."""
 
 
 class InfoMessage(Static):
@@ -104,24 +108,69 @@ class ChatMessage(Vertical, can_focus=True):
         self._want("sibling", step)
 
 
-class UserMessage(ChatMessage):
-    """What the person wrote, shown as it is; the middle of a very long one is left out."""
+class Unfold(Static):
+    """The line under a long question that says how to see all of it; a click does it."""
 
-    BINDINGS = [Binding("e", "edit", "Edit", tooltip="ask it in other words", id="message.edit")]
+
+class UserMessage(ChatMessage):
+    """What the person wrote, shown as it is; a very long one folded to its beginning."""
+
+    BINDINGS = [
+        Binding("e", "edit", "Edit", tooltip="ask it in other words", id="message.edit"),
+        Binding(
+            "enter,t",
+            "fold",
+            "Unfold",
+            tooltip="unfold a question, or thinking",
+            id="message.fold",
+        ),
+    ]
 
     def __init__(self, turn: Turn, place: str = "") -> None:
         super().__init__(turn.turn_id, place)
         self._text = turn.content
+        self._folded = fold_question(turn.content)
+        self._body = Static(Content(self._folded.text), classes="text")
+        self._unfold = Unfold(self._way_on(self._folded), classes="caption")
+        self.is_folded = self._folded.is_cut
+        """Whether there is more of it than what is shown."""
 
     def compose(self) -> ComposeResult:
         """Lays out the text above its caption."""
-        yield Static(Content(shown_question(self._text)), classes="text")
+        yield self._body
+        if self._folded.is_cut:
+            yield self._unfold
         if self._place:
             yield Static(Content(self._place), classes="caption")
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Hides the key of long questions on short ones."""
+        if action == "fold":
+            return self._folded.is_cut
+        return super().check_action(action, parameters)
 
     def action_edit(self) -> None:
         """Writes another version."""
         self._want("edit")
+
+    def action_fold(self) -> None:
+        """Shows all of a long question, or its beginning again."""
+        self.is_folded = not self.is_folded
+        shown = self._folded
+        if not self.is_folded:
+            shown = fold_question(self._text, _OPEN_LINES, _OPEN_LINE_CHARS)
+        self._body.update(Content(shown.text))
+        self._unfold.update(self._way_on(shown))
+
+    def _way_on(self, shown: FoldedQuestion) -> Content:
+        """Says what is left out, and how to see more or less."""
+        way = "Enter or a click shows all" if shown is self._folded else "Enter or a click folds it"
+        return Content(" · ".join(filter(None, (shown.rest, way))))
+
+    def on_click(self, event: events.Click) -> None:
+        """Unfolds where the line is clicked that says so."""
+        if event.widget is self._unfold:
+            self.action_fold()
 
 
 class Thinking(Collapsible):
@@ -212,16 +261,45 @@ class ReplyMessage(ChatMessage):
             self.thinking.collapsed = not self.thinking.collapsed
 
 
-def shown_question(text: str) -> str:
-    """Returns a question as it is shown: sanitised, and its beginning where it is long."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoldedQuestion:
+    """A question as it is shown.
+
+    Attributes:
+        text: Its beginning, or all of it.
+        rest: What of it is not in the text, empty for nothing.
+    """
+
+    text: str
+    rest: str = ""
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether something is left out."""
+        return bool(self.rest)
+
+
+def fold_question(
+    text: str, num_lines: int = _SHOWN_LINES, num_chars: int = _SHOWN_LINE_CHARS
+) -> FoldedQuestion:
+    """Returns a question, sanitised, and of a long one the beginning.
+
+    Args:
+        text: What the person wrote.
+        num_lines: Most lines.
+        num_chars: Most characters of a line.
+    """
     lines = sanitise(text.replace("\r\n", "\n")).split("\n")
     shown = [
-        line if len(line) <= _SHOWN_LINE_CHARS else line[:_SHOWN_LINE_CHARS] + " …"
-        for line in lines[:_SHOWN_LINES]
+        line if len(line) <= num_chars else line[:num_chars] + " …" for line in lines[:num_lines]
     ]
-    if len(lines) > _SHOWN_LINES:
-        shown.append(f"… {len(lines) - _SHOWN_LINES:,} more lines")
-    return "\n".join(shown)
+    rest = ""
+    if len(lines) > num_lines:
+        num_more = len(lines) - num_lines
+        rest = f"… {num_more:,} more {'line' if num_more == 1 else 'lines'}"
+    elif shown != lines:
+        rest = "… longer lines"
+    return FoldedQuestion(text="\n".join(shown), rest=rest)
 
 
 def caption_text(turn: Turn, place: str = "") -> str:

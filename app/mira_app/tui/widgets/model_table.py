@@ -114,7 +114,8 @@ class ModelList(DataTable[Text]):
                     self.update_cell_at(Coordinate(index, place), text)
 
     def _text(self, row: ModelRow, column: Column, width: int) -> Text:
-        text = Text(sanitise(cell(row, column)), style=self._style(row, column), no_wrap=True)
+        shown = sanitise(cell(row, column, width))
+        text = Text(shown, style=self._style(row, column), no_wrap=True)
         text.truncate(width, overflow="ellipsis")
         return text
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from mira_engine.api import MemoryPlan, ReplyStats
 from textual.content import Content
 
-from mira_app.figures import bytes_per_load, count
+from mira_app.figures import NO_DRAFT, bytes_per_load, count
 from mira_app.panel_history import PanelState
 from mira_app.sanitise import sanitise
 
@@ -212,9 +212,9 @@ def rate_text(stats: ReplyStats) -> str:
 def accepted_text(stats: ReplyStats, plan: MemoryPlan | None) -> str:
     """Formats accepted draft tokens of a round against those proposed."""
     if plan is not None and plan.num_draft_tokens == 0:
-        return "no drafting"
-    if not stats.num_rounds:
-        return "-"
+        return NO_DRAFT
+    if not stats.num_drafted or not stats.num_rounds:
+        return NO_DRAFT if stats.num_new_tokens else "-"
     return f"{stats.accepted_per_round:.2f} of {stats.num_drafted / stats.num_rounds:.3g}"
 
 
