@@ -121,6 +121,10 @@ OPTIONS: dict[str, Any] = {
         int | None,
         option("--threads", metavar="N", help="Threads of the arithmetic; all cores but one else."),
     ],
+    "gpu": Annotated[
+        int | None,
+        option("--gpu", metavar="N", help="Compute on NVIDIA card N; the processor computes else."),
+    ],
     "compile": Annotated[
         str | None,
         option(
@@ -163,7 +167,7 @@ CHAT_SETTINGS = tuple(name for name in OPTIONS if name != "trace")
 """What can be chosen for a chat."""
 
 LOAD_SETTINGS = (
-    "budget", "precision", "dtype", "link_rate", "link_latency", "threads", "compile",
+    "budget", "precision", "dtype", "link_rate", "link_latency", "threads", "gpu", "compile",
 )  # fmt: skip
 """What can be chosen where a model is loaded and somebody else picks K."""
 

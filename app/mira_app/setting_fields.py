@@ -264,6 +264,11 @@ FIELDS: tuple[SettingField, ...] = (
         "Threads of the arithmetic. Without it, all cores but one.", example=4,
     ),
     _engine(
+        "gpu", "gpu", _whole,
+        "Number of the NVIDIA card to compute on. Without it, the processor. Never measured on "
+        "a card yet.", example=0,
+    ),
+    _engine(
         "compile", "compile_mode", make_choice_parser(CompileMode),
         "Compile steps: auto (beside the chat, once), wait (before the first reply) or off.",
     ),

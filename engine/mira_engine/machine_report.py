@@ -62,7 +62,7 @@ def describe_machine(
     try:
         return (
             *_software(),
-            *_device(num_threads),
+            *_device(num_threads, is_card_used=request.config.gpu is not None),
             *_memory(),
             *_kernels(cache_dir),
             *_disk(library.data_dir),
@@ -86,9 +86,11 @@ def _software() -> Iterator[MachineFact]:
             )
 
 
-def _device(num_threads: int) -> Iterator[MachineFact]:
+def _device(num_threads: int, *, is_card_used: bool) -> Iterator[MachineFact]:
     yield MachineFact(code="device", text=machine_name())
-    yield from accelerator_facts(find_cards(), look_at_torch(), look_at_limits(), is_used=False)
+    yield from accelerator_facts(
+        find_cards(), look_at_torch(), look_at_limits(), is_used=is_card_used
+    )
     physical = psutil.cpu_count(logical=False) or os.cpu_count() or 1
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     few = usable is not None and usable < 2

@@ -183,7 +183,6 @@ def test_precision_without_a_kernel_is_refused(prepared, load, queues: FakeQueue
 
 
 def test_card_that_is_not_there_is_refused(prepared, load, monkeypatch) -> None:
-    monkeypatch.setattr(gpu_device, "free_device_bytes", lambda index: 8 << 30)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
     with pytest.raises(ConfigError) as caught:

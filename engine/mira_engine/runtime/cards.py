@@ -256,9 +256,9 @@ def _card_facts(
     else:
         yield MachineFact(
             code=code,
-            text=f"{about}; not used: this version computes on the CPU",
+            text=f"{about}; not used: the CPU computes",
             mark=FactMark.NOTE,
-            hint="Nothing to do: replies are right, and slower than they could be.",
+            hint=f"--gpu {card.index} computes on it; how fast that is was never measured.",
             value=float(card.free_bytes),
         )
     if card.capability < BFLOAT16_CAPABILITY:

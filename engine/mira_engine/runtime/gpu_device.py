@@ -77,18 +77,27 @@ def open_card(index: int) -> GpuHandle:
     Raises:
         ConfigError: torch has no such card.
     """
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if not 0 <= index < count:
-        raise ConfigError.for_field(
-            "gpu", index, "mira-chat doctor says which cards there are, and why one is not used."
-        )
+    _require_card(index)
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return GpuHandle(device=device, queues=CudaQueues(device), allocate=pinned)
 
 
+def _require_card(index: int) -> None:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not 0 <= index < count:
+        raise ConfigError.for_field(
+            "gpu", index, "mira-chat doctor says which cards there are, and why one is not used."
+        )
+
+
 def free_device_bytes(index: int) -> int:
-    """Returns the memory of a card that nobody uses now."""
+    """Returns the memory of a card that nobody uses now.
+
+    Raises:
+        ConfigError: torch has no such card.
+    """
+    _require_card(index)
     return int(torch.cuda.mem_get_info(index)[0])
 
 
