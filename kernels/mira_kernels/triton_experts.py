@@ -35,8 +35,12 @@ BLOCK_M = 16
 BLOCK_N = 64
 """Outputs of a tile."""
 
-MAX_BLOCK_K = 128
-"""Most inputs taken at a time; never more than share a scale."""
+MAX_BLOCK_K = 64
+"""Most INT4 inputs taken at a time; never more than share a scale. With 128, registers spill on
+every architecture (triton 3.9)."""
+
+DENSE_BLOCK_K = 32
+"""Inputs of wider weights taken at a time; 64 take nearly all registers there are."""
 
 _IS_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 """The interpreter multiplies the bits of bfloat16 (triton 3.9), so there operands are widened,
@@ -349,7 +353,7 @@ def layer_constants(
         "IS_BIAS_FLOAT32": is_bias_float32,
         "BLOCK_M": BLOCK_M,
         "BLOCK_N": BLOCK_N,
-        "BLOCK_K": min(group_size, MAX_BLOCK_K) if grouped else 64,
+        "BLOCK_K": min(group_size, MAX_BLOCK_K) if grouped else DENSE_BLOCK_K,
     }
     if is_up:
         constants |= {"BETWEEN": int(between), "IS_INTERLEAVED": is_interleaved}
