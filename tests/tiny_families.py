@@ -207,8 +207,11 @@ ATTENTION_FAMILIES: dict[str, dict[str, object]] = {
         "sliding_window": SLIDING_WINDOW,
     },
     "gemma4_text": {
-        **MANY_EXPERTS,
         "num_hidden_layers": 4,
+        "head_dim": 16,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 32,
+        "num_experts": 8,
         "layer_types": [
             "sliding_attention", "full_attention", "sliding_attention", "full_attention",
         ],
