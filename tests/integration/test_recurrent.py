@@ -150,7 +150,7 @@ def _prompt_drafts(running: Speculating, monkeypatch: pytest.MonkeyPatch, text: 
         drawn = draw(self, history, logits)
         is_drafting = running.engine.executor.phase is Phase.DRAFT
         is_on_the_way = len(history) < len(text) and history == text[: len(history)]
-        if is_drafting and is_on_the_way and chance.random() < 0.7:
+        if is_drafting and is_on_the_way and chance.random() < 0.85:
             return DraftToken(text[len(history)], None)
         return drawn
 
