@@ -8,7 +8,7 @@ the format, at K = 4 and 8. Mira's Table I, and what the default format and grou
 from.
 
 Method: the built-in model, the texts of `mira-chat eval`, arithmetic in float32, all experts
-resident. Formats of the engine are its own stores. INT8 by rows or groups is only an
+resident; drafts are counted as a chat runs, in bfloat16 with compiled steps. Formats of the engine are its own stores. INT8 by rows or groups is only an
 experiment: its experts are quantised and dequantised into a float32 store, which the engine
 runs. Groups of 128 do not divide this model's 576 inputs: the last one has 64, and a store
 with groups of 64 holds each scale twice. Bytes are counted as in `format_variants.py`. The
@@ -39,7 +39,7 @@ from unittest import mock
 import torch
 from format_times import run_times
 from format_variants import SHAPES, VARIANTS, int8_by_groups, quantise_wide
-from mira_app.paths import data_dir
+from mira_app.paths import cache_dir, data_dir
 from mira_assets.evaluation import evaluation_texts
 from mira_engine import types
 from mira_engine.checkpoint import quantise
@@ -233,10 +233,10 @@ class Bench:
 
     @contextlib.contextmanager
     def engine(self, home: ModelHome, precision: Precision, k: int = 0) -> Iterator[Engine]:
-        """An engine with all experts resident."""
+        """An engine with all experts resident; exact arithmetic where it does not draft."""
         config = EngineConfig(
             precision=precision,
-            dtype=ComputeDtype.FLOAT32,
+            dtype=ComputeDtype.BFLOAT16 if k else ComputeDtype.FLOAT32,
             budget=MemoryAmount(share=8.0),
             num_draft_tokens=k,
             context_length=2048,
@@ -244,9 +244,10 @@ class Bench:
             is_predicting=False,
             draft_experts=DraftExperts.ALL,
             num_threads=self._arguments.threads,
-            compile_mode=CompileMode.OFF,
+            compile_mode=CompileMode.WAIT if k else CompileMode.OFF,
         )
-        engine = Engine.load(home, config)
+        cache = self._arguments.cache_dir or cache_dir()
+        engine = Engine.load(home, config, cache_dir=cache if k else None)
         try:
             yield engine
         finally:
@@ -380,6 +381,7 @@ def main() -> None:
     parser.add_argument("--times", action="store_true", help="transfer times only")
     parser.add_argument("--rounds", type=int, default=30, help="of --times")
     parser.add_argument("--data-dir", type=Path, default=None)
+    parser.add_argument("--cache-dir", type=Path, default=None)
     parser.add_argument("--work", type=Path, default=None, help="takes a store at a time")
     parser.add_argument("--gptq-dir", type=Path, default=None, help="data folder of GPTQ drafts")
     arguments = parser.parse_args()

@@ -29,7 +29,7 @@ def test_eval_of_the_built_in_model_tells_how_near_nested_is(builtin_data_dir, m
     assert (report["num_texts"], report["num_tokens"]) == (3, 197)
     reference, nested = report["results"]
     assert (reference["precision"], nested["precision"]) == ("bf16", "nested")
-    assert 3 < reference["perplexity"] < 60
+    assert 3 < reference["perplexity"] < 150
     assert nested["perplexity"] == pytest.approx(reference["perplexity"], rel=0.02)
     assert 1e-6 < nested["kl"] < 0.005
     assert nested["top1_agreement"] > 0.96
