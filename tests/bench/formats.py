@@ -8,13 +8,14 @@ the format, at K = 4 and 8. Mira's Table I, and what the default format and grou
 from.
 
 Method: the built-in model, the texts of `mira-chat eval`, arithmetic in float32, all experts
-resident; drafts are counted as a chat runs, in bfloat16 with compiled steps. Formats of the engine are its own stores. INT8 by rows or groups is only an
-experiment: its experts are quantised and dequantised into a float32 store, which the engine
-runs. Groups of 128 do not divide this model's 576 inputs: the last one has 64, and a store
-with groups of 64 holds each scale twice. Bytes are counted as in `format_variants.py`. The
-draft is INT4 rounded to nearest in groups of 64, or the high plane of `nested`. A draft token
-counts as judged up to the first rejection of a round. Where a `nested` store is found whose
-high plane GPTQ chose, it is a row too.
+resident; drafts are counted as a chat runs, in bfloat16 with compiled steps. Formats of the
+engine are its own stores. INT8 by rows or groups is only an experiment: its experts are
+quantised and dequantised into a float32 store, which the engine runs. Groups of 128 do not
+divide this model's 576 inputs: the last one has 64, and a store with groups of 64 holds each
+scale twice. Bytes are counted as in `format_variants.py`. The draft is INT4 rounded to nearest
+in groups of 64, or the high plane of `nested`. A draft token counts as judged up to the first
+rejection of a round. Where a `nested` store is found whose high plane GPTQ chose, it is a row
+too.
 
 Left out: time, which `--times` measures alone (`format_times.py`): that needs an idle machine,
 the figures here do not.
