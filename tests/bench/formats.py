@@ -7,20 +7,22 @@ difference, bytes of an expert and of a token, and the acceptance of the draft t
 the format, at K = 4 and 8. Mira's Table I, and what the default format and group size follow
 from.
 
-Method: the built-in model, the texts of `mira-chat eval`, arithmetic in float32, all experts
-resident; drafts are counted as a chat runs, in bfloat16 with compiled steps. Formats of the
-engine are its own stores. INT8 by rows or groups is only an experiment: its experts are
-quantised and dequantised into a float32 store, which the engine runs. Groups of 128 do not
-divide this model's 576 inputs: the last one has 64, and a store with groups of 64 holds each
-scale twice. Bytes are counted as in `format_variants.py`. The draft is INT4 rounded to nearest
-in groups of 64, or the high plane of `nested`. A draft token counts as judged up to the first
-rejection of a round. Where a `nested` store is found whose high plane GPTQ chose, it is a row
-too.
+Method: the built-in model and the texts of `mira-chat eval`. Each expert is quantised and
+dequantised, and the model runs on the result in float32, which is exactly what the engine
+computes in that arithmetic. INT8 by rows and by groups is only an experiment: the engine has no
+such format. Groups of 128 do not divide this model's 576 inputs: the last one has 64, and a
+store with groups of 64 holds each scale twice. Bytes are counted as in `format_variants.py`.
+Drafts are counted as a chat runs: by the engine, all experts resident, in bfloat16 with
+compiled steps, greedy, each draft against its own target. The draft is INT4 rounded to nearest
+in groups of 64, or the high plane of `nested`. INT8 by rows or groups would have the draft of
+bf16, and its target but for a thousandth: not counted. A draft token counts as judged up to the
+first rejection of a round. Where a `nested` store is found whose high plane GPTQ chose, its
+draft is counted too, and the store is what is read.
 
 Left out: time, which `--times` measures alone (`format_times.py`): that needs an idle machine,
 the figures here do not.
 
-Run: python tests/bench/formats.py [--rows bf16,nested-64] [--prompts 1] [--tokens 32] [--times]
+Run: python tests/bench/formats.py [--rows bf16,nested-64] [--drafts nested-64] [--times]
 The last line printed is one JSON document.
 """
 
@@ -47,32 +49,39 @@ from mira_engine.checkpoint import quantise
 from mira_engine.checkpoint.convert import checkpoint_revision
 from mira_engine.checkpoint.experts import CheckpointExperts
 from mira_engine.checkpoint.files import MANIFEST_FILE
-from mira_engine.checkpoint.formats import (
-    ExpertFormat,
-    ExpertTensors,
-    NestedFormat,
-    make_format,
-)
+from mira_engine.checkpoint.formats import ExpertFormat, ExpertTensors, NestedFormat, make_format
 from mira_engine.checkpoint.store import ExpertStore, StoreManifest, StoreWriter
 from mira_engine.config import EngineConfig, MemoryAmount, SamplingConfig
 from mira_engine.engine import Engine
-from mira_engine.evaluation import NUM_GREEDY_TOKENS, continue_greedily, open_scorer
+from mira_engine.evaluation import NUM_GREEDY_TOKENS
 from mira_engine.events import ChatMessage
-from mira_engine.fidelity.comparing import judge, read_texts
+from mira_engine.fidelity.comparing import read_texts
 from mira_engine.fidelity.kept_logits import KeptLogits
-from mira_engine.fidelity.measures import FidelitySums
-from mira_engine.fidelity.texts import WINDOW_TOKENS, Evaluated, Text, make_evaluated
+from mira_engine.fidelity.measures import FidelitySums, agreeing_tokens
+from mira_engine.fidelity.scoring import CheckpointScorer
+from mira_engine.fidelity.texts import Text, make_evaluated
 from mira_engine.library import ModelHome, ModelLibrary
 from mira_engine.model.chat import load_tokenizer
+from mira_engine.model.loader import load_backbone
 from mira_engine.policy.speculation import RoundObservation
 from mira_engine.prepare import prepare
 from mira_engine.profiling import load_prompts
-from mira_engine.types import CompileMode, ComputeDtype, DraftExperts, Plane, Precision
+from mira_engine.types import (
+    CompileMode,
+    ComputeDtype,
+    DraftExperts,
+    ExpertShape,
+    Plane,
+    Precision,
+)
 from torch import Tensor
 
 DEPTHS = (4, 8)
 
-Encode = Callable[[ExpertTensors], dict[Plane, Tensor]]
+Change = Callable[[ExpertTensors], ExpertTensors]
+"""Quantises an expert and back."""
+
+LoadExpert = Callable[[int, int], ExpertTensors]
 
 
 class WideNestedFormat(NestedFormat):
@@ -88,6 +97,62 @@ class WideNestedFormat(NestedFormat):
         codes, scales = quantise_wide(weight, 2 * group_size, most, -most)
         spread = scales.repeat_interleave(2, dim=1)[:, : weight.shape[1] // group_size]
         return quantise.GroupCodes(codes, spread.contiguous())
+
+
+@contextlib.contextmanager
+def groups_of(size: int | None) -> Iterator[None]:
+    """Has the engine's formats use this group size alone, `None` for the usual one."""
+    if size is None:
+        yield
+        return
+    with mock.patch.object(types, "INT4_GROUP_SIZES", (size,)):
+        yield
+
+
+def _format(precision: Precision, size: int | None, shape: ExpertShape) -> ExpertFormat:
+    """Makes a format with groups of `size`; 128 as `WideNestedFormat` says."""
+    if size == 128:
+        narrow = make_format(precision, shape)
+        assert isinstance(narrow, NestedFormat)
+        return WideNestedFormat(narrow.shape, narrow._layout, narrow.group_size)
+    with groups_of(size):
+        return make_format(precision, shape)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One format that is measured; by its name in `format_variants`.
+
+    Attributes:
+        precision: The engine's format, `None` for an experiment.
+        group_size: Inputs that share a scale; `None` for the format's own, or for whole rows.
+    """
+
+    precision: Precision | None = None
+    group_size: int | None = None
+
+    def change(self, shape: ExpertShape) -> Change:
+        """Returns what quantises an expert and back."""
+        if self.precision is None:
+            return partial(int8_by_groups, group_size=self.group_size)
+        fmt = _format(self.precision, self.group_size, shape)
+        return lambda tensors: fmt.decode(fmt.bind(fmt.encode(tensors)))
+
+
+ROWS = {
+    "bf16": Row(Precision.BF16),
+    "int8-shared": Row(Precision.INT8),
+    "int8-row": Row(),
+    "int8-128": Row(None, 128),
+    "int8-64": Row(None, 64),
+    "int8-32": Row(None, 32),
+    "nested-128": Row(Precision.NESTED, 128),
+    "nested-64": Row(Precision.NESTED),
+    "nested-32": Row(Precision.NESTED, 32),
+    "int4-64": Row(Precision.INT4),
+}
+DRAFTS = ("bf16", "int8-shared", "nested-128", "nested-64", "nested-32")
+GPTQ = "nested-64, GPTQ"
 
 
 @dataclass
@@ -106,115 +171,81 @@ class Counts:
             self.num_accepted += accepted
             self.num_judged += accepted + (accepted < drafted)
 
-    @property
-    def acceptance(self) -> float:
-        return self.num_accepted / self.num_judged
 
-    @property
-    def accepted_per_round(self) -> float:
-        return self.num_accepted / self.num_rounds
+class Reading:
+    """Reads the texts and continues their beginnings with one form of the experts or another."""
 
+    def __init__(self, home: ModelHome, text_tokens: int) -> None:
+        self.model = load_backbone(home.backbone_dir, ComputeDtype.FLOAT32)
+        texts = [Text(*each) for each in evaluation_texts()]
+        tokenizer = load_tokenizer(home.backbone_dir)
+        self.evaluated = make_evaluated(tokenizer, texts, max_tokens=text_tokens)
+        self.prompts = torch.tensor(self.evaluated.prompts)
 
-@dataclass(frozen=True)
-class Row:
-    """One format that is measured.
+    @torch.inference_mode()
+    def read(
+        self, load: LoadExpert, kept: KeptLogits, *, is_reference: bool
+    ) -> tuple[FidelitySums, list[list[int]]]:
+        """Returns the sums over all texts, and the continuations."""
+        experts: dict[tuple[int, int], ExpertTensors] = {}
 
-    Attributes:
-        variant: Its name in `format_variants`.
-        precision: What the engine is told that it is.
-        make: Makes the format whose store is written in a home of its own, and what encodes
-            an expert; `None` where the model's own home has the store.
-        group_size: Of the engine's INT4 groups meanwhile, `None` for the usual one.
-    """
+        def load_once(layer: int, expert: int) -> ExpertTensors:
+            if (layer, expert) not in experts:
+                experts[layer, expert] = load(layer, expert)
+            return experts[layer, expert]
 
-    variant: str
-    precision: Precision
-    make: Callable[[CheckpointExperts], tuple[ExpertFormat, Encode]] | None = None
-    group_size: int | None = None
-
-
-def _int8_store(
-    group_size: int | None, checkpoint: CheckpointExperts
-) -> tuple[ExpertFormat, Encode]:
-    fmt = make_format(Precision.FLOAT32, checkpoint.shape)
-    return fmt, lambda tensors: fmt.encode(int8_by_groups(tensors, group_size))
-
-
-def _nested_store(checkpoint: CheckpointExperts) -> tuple[ExpertFormat, Encode]:
-    fmt = make_format(Precision.NESTED, checkpoint.shape)
-    return fmt, fmt.encode
-
-
-def _wide_store(checkpoint: CheckpointExperts) -> tuple[ExpertFormat, Encode]:
-    narrow = make_format(Precision.NESTED, checkpoint.shape)
-    assert isinstance(narrow, NestedFormat)
-    wide = WideNestedFormat(narrow.shape, narrow._layout, narrow.group_size)
-    return wide, wide.encode
-
-
-ROWS = {
-    "bf16": Row("bf16", Precision.BF16),
-    "int8-shared": Row("int8-shared", Precision.INT8),
-    "int8-row": Row("int8-row", Precision.FLOAT32, partial(_int8_store, None)),
-    "int8-128": Row("int8-128", Precision.FLOAT32, partial(_int8_store, 128)),
-    "int8-64": Row("int8-64", Precision.FLOAT32, partial(_int8_store, 64)),
-    "int8-32": Row("int8-32", Precision.FLOAT32, partial(_int8_store, 32)),
-    "nested-128": Row("nested-128", Precision.NESTED, _wide_store),
-    "nested-64": Row("nested-64", Precision.NESTED),
-    "nested-32": Row("nested-32", Precision.NESTED, _nested_store, group_size=32),
-    "int4-64": Row("int4-64", Precision.INT4),
-}
-GPTQ_ROW = "nested-64, GPTQ"
-
-
-@contextlib.contextmanager
-def groups_of(size: int | None) -> Iterator[None]:
-    """Has the engine's formats use this group size alone."""
-    if size is None:
-        yield
-        return
-    with mock.patch.object(types, "INT4_GROUP_SIZES", (size,)):
-        yield
-
-
-class Bench:
-    """Loads engines of rows and counts."""
-
-    def __init__(self, home: ModelHome, arguments: argparse.Namespace) -> None:
-        self.home = home
-        self._arguments = arguments
-        self._checkpoint = CheckpointExperts(home.checkpoint_dir)
-        self._prompts = load_prompts(arguments.prompts)
-        self.evaluated: Evaluated = make_evaluated(
-            load_tokenizer(home.backbone_dir),
-            [Text(*each) for each in evaluation_texts()],
-            max_tokens=arguments.text_tokens,
+        sums = read_texts(
+            CheckpointScorer(self.model, load_once),
+            self.evaluated.windows,
+            kept,
+            is_reference=is_reference,
+            on_tokens=lambda done: None,
         )
+        made = self.model.generate(
+            self.prompts,
+            attention_mask=torch.ones_like(self.prompts),
+            max_new_tokens=NUM_GREEDY_TOKENS,
+            min_new_tokens=NUM_GREEDY_TOKENS,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        return sum(sums.values(), FidelitySums()), made[:, self.prompts.shape[1] :].tolist()
 
-    @property
-    def expert_shape(self) -> types.ExpertShape:
-        return self._checkpoint.shape
 
-    @contextlib.contextmanager
-    def home_of(self, name: str, row: Row) -> Iterator[ModelHome]:
-        """The home with the row's store; one that was made for it goes afterwards."""
-        if row.make is None:
-            yield self.home
-            return
+class DraftCounting:
+    """Loads engines and counts what they accept."""
+
+    def __init__(
+        self, home: ModelHome, checkpoint: CheckpointExperts, arguments: argparse.Namespace
+    ) -> None:
+        self._home = home
+        self._checkpoint = checkpoint
+        self._arguments = arguments
+        self._prompts = load_prompts(arguments.prompts)
+
+    def measure(self, name: str) -> dict[str, object]:
+        """Counts at every depth with the row's own target and draft."""
+        row = ROWS[name]
+        assert row.precision is not None
+        if row.group_size is None:
+            return self.count(self._home, row.precision)
         folder = self._arguments.work / name
         home = ModelLibrary(folder).resolve("builtin")
         (home.root / "stores").mkdir(parents=True, exist_ok=True)
-        for path in (self.home.backbone_dir, self.home.checkpoint_dir):
-            _link(home.root / path.name, path)
-        _link(home.store_dir(Precision.INT4), self.home.store_dir(Precision.INT4))
-        fmt, encode = row.make(self._checkpoint)
-        self._write(home, fmt, encode)
+        for path in (self._home.backbone_dir, self._home.checkpoint_dir):
+            link = home.root / path.name
+            link.unlink(missing_ok=True)
+            link.symlink_to(path, target_is_directory=True)
         try:
-            yield home
+            fmt = _format(row.precision, row.group_size, self._checkpoint.shape)
+            self._write(home, fmt)
+            with groups_of(None if row.group_size == 128 else row.group_size):
+                return self.count(home, row.precision)
         finally:
             shutil.rmtree(folder)
 
-    def _write(self, home: ModelHome, fmt: ExpertFormat, encode: Encode) -> None:
+    def _write(self, home: ModelHome, fmt: ExpertFormat) -> None:
         checkpoint = self._checkpoint
         num_layers, num_experts = len(checkpoint.modules), checkpoint.num_experts
         manifest = StoreManifest.of_format(
@@ -226,69 +257,46 @@ class Bench:
         )
         writer = StoreWriter(home.store_dir(fmt.precision), manifest)
         for layer in range(num_layers):
-            if not writer.is_layer_done(layer):
-                writer.write_layer(
-                    layer, (encode(checkpoint.load(layer, one)) for one in range(num_experts))
-                )
+            tensors = (checkpoint.load(layer, one) for one in range(num_experts))
+            writer.write_layer(layer, map(fmt.encode, tensors))
         writer.finish()
 
-    @contextlib.contextmanager
-    def engine(self, home: ModelHome, precision: Precision, k: int = 0) -> Iterator[Engine]:
-        """An engine with all experts resident; exact arithmetic where it does not draft."""
-        config = EngineConfig(
-            precision=precision,
-            dtype=ComputeDtype.BFLOAT16 if k else ComputeDtype.FLOAT32,
-            budget=MemoryAmount(share=8.0),
-            num_draft_tokens=k,
-            context_length=2048,
-            prefill_chunk_tokens=WINDOW_TOKENS,
-            is_predicting=False,
-            draft_experts=DraftExperts.ALL,
-            num_threads=self._arguments.threads,
-            compile_mode=CompileMode.WAIT if k else CompileMode.OFF,
-        )
-        cache = self._arguments.cache_dir or cache_dir()
-        engine = Engine.load(home, config, cache_dir=cache if k else None)
-        try:
-            yield engine
-        finally:
-            engine.close()
-            gc.collect()
-
-    def read(self, engine: Engine, kept: KeptLogits, *, is_reference: bool) -> FidelitySums:
-        """Reads the texts."""
-        sums = read_texts(
-            open_scorer(engine, WINDOW_TOKENS),
-            self.evaluated.windows,
-            kept,
-            is_reference=is_reference,
-            on_tokens=lambda done: None,
-        )
-        return sum(sums.values(), FidelitySums())
-
-    def count(self, home: ModelHome, precision: Precision, k: int) -> Counts:
-        """Answers the prompts with a draft of K tokens."""
-        counts = Counts()
-        with self.engine(home, precision, k) as engine:
+    def count(self, home: ModelHome, precision: Precision) -> dict[str, object]:
+        """Answers the prompts with drafts of every depth."""
+        figures: dict[str, object] = {}
+        for k in DEPTHS:
+            config = EngineConfig(
+                precision=precision,
+                budget=MemoryAmount(share=4.0),
+                num_draft_tokens=k,
+                context_length=1024,
+                is_predicting=False,
+                draft_experts=DraftExperts.ALL,
+                num_threads=self._arguments.threads,
+                compile_mode=self._arguments.compile,
+            )
+            counts, cache = Counts(), self._arguments.cache_dir or cache_dir()
+            engine = Engine.load(home, config, cache_dir=cache)
             engine._end_ids = frozenset()  # every reply has the same number of tokens
             engine.on_round = counts.add
             for prompt in self._prompts:
                 engine.state.reset()
                 tokens = engine.render([ChatMessage(role="user", content=prompt)])
-                sampling = SamplingConfig(max_new_tokens=self._arguments.tokens)
-                for _ in engine.reply(tokens, sampling):
+                for _ in engine.reply(
+                    tokens, SamplingConfig(max_new_tokens=self._arguments.tokens)
+                ):
                     pass
-        return counts
+            engine.close()
+            gc.collect()
+            figures[f"acceptance_{k}"] = round(counts.num_accepted / counts.num_judged, 4)
+            figures[f"accepted_per_round_{k}"] = round(counts.num_accepted / counts.num_rounds, 3)
+            figures[f"judged_{k}"] = counts.num_judged
+        return figures
 
 
-def _link(path: Path, target: Path) -> None:
-    path.unlink(missing_ok=True)
-    path.symlink_to(target, target_is_directory=True)
-
-
-def gptq_home(arguments: argparse.Namespace, checkpoint_dir: Path) -> ModelHome | None:
+def gptq_home(folder: Path, checkpoint_dir: Path) -> ModelHome | None:
     """Returns a home of the model whose `nested` store has a high plane that GPTQ chose."""
-    home = ModelLibrary(arguments.gptq_dir).resolve(str(checkpoint_dir))
+    home = ModelLibrary(folder).resolve(str(checkpoint_dir))
     try:
         manifest = json.loads((home.store_dir(Precision.NESTED) / MANIFEST_FILE).read_text())
     except (OSError, ValueError):
@@ -296,31 +304,55 @@ def gptq_home(arguments: argparse.Namespace, checkpoint_dir: Path) -> ModelHome 
     return home if manifest.get("rounding") == "gptq" else None
 
 
-def measure_row(
-    bench: Bench, home: ModelHome, row: Row, kept: KeptLogits
-) -> tuple[dict[str, object], list[tuple[int, ...]]]:
-    """Measures one row. Returns its figures, and its continuations, which are judged later."""
-    variant = next(one for one in VARIANTS if one.name == row.variant)
-    num_layers = ExpertStore.open(bench.home.store_dir(Precision.INT4)).manifest.num_layers
-    size = variant.expert_bytes(bench.expert_shape)
-    figures: dict[str, object] = {"expert_bytes": size, "token_bytes": 2 * num_layers * size}
-    if row.precision is not Precision.FLOAT32:
-        manifest = ExpertStore.open(home.store_dir(row.precision)).manifest
-        figures["record_bytes"] = dict(manifest.planes)
-    with bench.engine(home, row.precision) as engine:
-        sums = bench.read(engine, kept, is_reference=False)
-        made = continue_greedily(engine, bench.evaluated.prompts, NUM_GREEDY_TOKENS)
-    figures |= {
-        "perplexity": round(sums.perplexity, 4),
-        "kl": round(sums.mean_kl, 6),
-        "top1": round(sums.top1_agreement, 4),
-    }
-    for k in DEPTHS if row.precision is not Precision.INT4 else ():
-        counts = bench.count(home, row.precision, k)
-        figures[f"acceptance_{k}"] = round(counts.acceptance, 4)
-        figures[f"accepted_per_round_{k}"] = round(counts.accepted_per_round, 3)
-        figures[f"judged_{k}"] = counts.num_judged
-    return figures, made
+def stored(home: ModelHome, precision: Precision) -> LoadExpert:
+    """Returns what gives a store's experts, dequantised."""
+    store = ExpertStore.open(home.store_dir(precision))
+
+    def load(layer: int, expert: int) -> ExpertTensors:
+        records = {plane: store.read_record(layer, plane, expert) for plane in store.format.planes}
+        return store.format.decode(store.format.bind(records))
+
+    return load
+
+
+def sizes_of(name: str, num_layers: int) -> dict[str, object]:
+    """Returns bytes of an expert and of a token, which uses two in each layer."""
+    variant = next(one for one in VARIANTS if one.name == name)
+    size = variant.expert_bytes(SHAPES["builtin"])
+    return {"expert_bytes": size, "token_bytes": 2 * num_layers * size}
+
+
+def run_rows(
+    home: ModelHome, checkpoint: CheckpointExperts, arguments: argparse.Namespace
+) -> tuple[dict[str, dict[str, object]], int]:
+    """Reads the texts with every row's experts. Returns the rows, and tokens predicted."""
+    reading = Reading(home, arguments.text_tokens)
+    num_layers = len(checkpoint.modules)
+    loads: dict[str, LoadExpert] = {}
+    for name in arguments.rows.split(","):
+        change = ROWS[name].change(checkpoint.shape)
+        loads[name] = lambda layer, expert, change=change: change(checkpoint.load(layer, expert))
+    gptq = gptq_home(arguments.gptq_dir, home.checkpoint_dir)
+    if gptq is not None:
+        loads[GPTQ] = stored(gptq, Precision.NESTED)
+    rows: dict[str, dict[str, object]] = {}
+    lengths = [window.num_predicted for window in reading.evaluated.windows]
+    with KeptLogits(home.root, lengths) as kept:
+        _, own = reading.read(checkpoint.load, kept, is_reference=True)
+        for name, load in loads.items():
+            sums, made = reading.read(load, kept, is_reference=False)
+            agreeing = [
+                agreeing_tokens(one, other, NUM_GREEDY_TOKENS)
+                for one, other in zip(made, own, strict=True)
+            ]
+            rows[name] = sizes_of("nested-64" if name == GPTQ else name, num_layers) | {
+                "perplexity": round(sums.perplexity, 4),
+                "kl": round(sums.mean_kl, 6),
+                "top1": round(sums.top1_agreement, 4),
+                "greedy_tokens": round(sum(agreeing) / len(agreeing), 2),
+            }
+            print(name, rows[name], flush=True)
+    return rows, reading.evaluated.num_predicted
 
 
 def print_table(rows: dict[str, dict[str, object]]) -> None:
@@ -328,14 +360,16 @@ def print_table(rows: dict[str, dict[str, object]]) -> None:
     head = ("perplexity", "KL", "top-1", "greedy", "KiB", "MB/token", "K=4", "a round", "K=8", "")
     print(("{:<18}" + "{:>11}" * 10).format("", *head))
     for name, row in rows.items():
-        cells = [
-            f"{row['perplexity']:.3f}",
-            f"{row['kl']:.5f}",
-            f"{row['top1']:.1%}",
-            f"{row['greedy_tokens']:.1f}",
-            f"{row['expert_bytes'] / 1024:.1f}",
-            f"{row['token_bytes'] / 1e6:.1f}",
-        ]
+        cells = ["-"] * 6
+        if "kl" in row:
+            cells = [
+                f"{row['perplexity']:.3f}",
+                f"{row['kl']:.5f}",
+                f"{row['top1']:.1%}",
+                f"{row['greedy_tokens']:.1f}",
+                f"{row['expert_bytes'] / 1024:.1f}",
+                f"{row['token_bytes'] / 1e6:.1f}",
+            ]
         for k in DEPTHS:
             if f"acceptance_{k}" in row:
                 cells += [f"{row[f'acceptance_{k}']:.3f}", f"{row[f'accepted_per_round_{k}']:.2f}"]
@@ -344,41 +378,15 @@ def print_table(rows: dict[str, dict[str, object]]) -> None:
         print(("{:<18}" + "{:>11}" * 10).format(name, *cells))
 
 
-def run_rows(bench: Bench, names: list[str], gptq: ModelHome | None) -> dict[str, dict]:
-    """Measures all rows, and has the reference judge their continuations."""
-    rows: dict[str, dict[str, object]] = {}
-    made: dict[str, list[tuple[int, ...]]] = {}
-    lengths = [window.num_predicted for window in bench.evaluated.windows]
-    with KeptLogits(bench.home.root, lengths) as kept:
-        with bench.engine(bench.home, Precision.BF16) as engine:
-            bench.read(engine, kept, is_reference=True)
-        for name in names:
-            row = ROWS[name]
-            with groups_of(row.group_size), bench.home_of(name, row) as home:
-                rows[name], made[name] = measure_row(bench, home, row, kept)
-            print(f"{name}: {rows[name]}", flush=True)
-        if gptq is not None:
-            rows[GPTQ_ROW], made[GPTQ_ROW] = measure_row(bench, gptq, ROWS["nested-64"], kept)
-    with bench.engine(bench.home, Precision.BF16) as engine:
-        greedy = judge(
-            open_scorer(engine, WINDOW_TOKENS),
-            bench.evaluated.prompts,
-            made,
-            limit=NUM_GREEDY_TOKENS,
-            on_tokens=lambda done: None,
-        )
-    for name, mean in greedy.items():
-        rows[name]["greedy_tokens"] = round(mean, 2)
-    return rows
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rows", default=",".join(ROWS))
-    parser.add_argument("--prompts", type=int, default=1, help="of each of the five kinds")
-    parser.add_argument("--tokens", type=int, default=32, help="of each reply with a draft")
+    parser.add_argument("--drafts", default=",".join(DRAFTS), help="rows to count; '' for none")
+    parser.add_argument("--prompts", type=int, default=3, help="of each of the five kinds")
+    parser.add_argument("--tokens", type=int, default=64, help="of each reply with a draft")
     parser.add_argument("--text-tokens", type=int, default=4096)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--compile", type=CompileMode, default=CompileMode.WAIT)
     parser.add_argument("--times", action="store_true", help="transfer times only")
     parser.add_argument("--rounds", type=int, default=30, help="of --times")
     parser.add_argument("--data-dir", type=Path, default=None)
@@ -393,17 +401,26 @@ def main() -> None:
         times = run_times(root, rounds=arguments.rounds, megabytes=512)
         print(json.dumps({"bench": "formats", "us": times}))
         return
+    torch.set_num_threads(arguments.threads)
     home = ModelLibrary(root).resolve("builtin")
     for precision in (Precision.BF16, Precision.INT8, Precision.NESTED):
         prepare(home, precision, on_progress=lambda *_: None)
-    bench = Bench(home, arguments)
-    assert bench.expert_shape == SHAPES["builtin"]
-    rows = run_rows(bench, arguments.rows.split(","), gptq_home(arguments, home.checkpoint_dir))
+    checkpoint = CheckpointExperts(home.checkpoint_dir)
+    assert checkpoint.shape == SHAPES["builtin"]
+    rows, num_tokens = {}, 0
+    if arguments.rows:
+        rows, num_tokens = run_rows(home, checkpoint, arguments)
+    counting = DraftCounting(home, checkpoint, arguments)
+    for name in filter(None, arguments.drafts.split(",")):
+        rows.setdefault(name, {}).update(counting.measure(name))
+        print(name, rows[name], flush=True)
+    gptq = gptq_home(arguments.gptq_dir, home.checkpoint_dir)
+    if gptq is not None and arguments.drafts:
+        rows.setdefault(GPTQ, {}).update(counting.count(gptq, Precision.NESTED))
     print_table(rows)
     result = {
         "bench": "formats",
-        "text_tokens": bench.evaluated.num_predicted,
-        "continuations": len(bench.evaluated.prompts),
+        "text_tokens": num_tokens,
         "greedy_tokens": NUM_GREEDY_TOKENS,
         "prompts": 5 * arguments.prompts,
         "tokens": arguments.tokens,
