@@ -24,7 +24,7 @@ from mira_engine.events import (
     PrecisionFidelity,
     RequestFailed,
 )
-from mira_engine.fidelity.reference import open_checkpoint
+from mira_engine.fidelity.reference import choose_reference, open_checkpoint
 from mira_engine.fidelity.texts import Text, make_evaluated, read_text
 from mira_engine.library import ModelHome, ModelLibrary
 from mira_engine.model.chat import load_tokenizer
@@ -228,6 +228,20 @@ def test_without_its_checkpoint_the_nearest_precision_is_the_reference(
     )  # fmt: skip
     assert [result.precision for result in rest] == [Precision.INT8, Precision.INT4]
     assert all(result.kl > 1e-5 for result in rest)
+
+
+def test_checkpoint_that_cannot_be_read_is_told_with_its_fault(prepared, tmp_path: Path) -> None:
+    home = prepared("qwen3_moe", Precision.NESTED)
+    shutil.copyfile(home.checkpoint_dir / "config.json", tmp_path / "config.json")
+    damaged = choose_reference(replace(home, checkpoint_dir=tmp_path))
+    assert damaged.note == (
+        f"{tmp_path} holds neither model.safetensors nor model.safetensors.index.json: "
+        "compared with nested, the nearest precision that is prepared."
+    )
+    gone = choose_reference(replace(home, checkpoint_dir=tmp_path / "none"))
+    assert gone.note.startswith("The checkpoint is gone: ")
+    assert (gone.precision, gone.checkpoint) == (Precision.NESTED, None)
+    assert choose_reference(home).note == ""
 
 
 def test_pass_over_padded_windows_equals_each_window_alone(prepared, file: Path) -> None:

@@ -63,8 +63,9 @@ def choose_reference(home: ModelHome) -> Reference:
                 label="bf16 experts, read from the checkpoint",
                 checkpoint=checkpoint,
             )
-    except MiraError:
-        why = "The checkpoint is gone"
+    except MiraError as error:
+        is_gone = not (home.checkpoint_dir / "config.json").exists()
+        why = "The checkpoint is gone" if is_gone else error.message.rstrip(".")
     return Reference(
         precision=best,
         label=f"{best} experts of the prepared store",
