@@ -26,6 +26,8 @@ Run as `python fake_engine.py [MODE ...]`; a mode changes one behaviour:
     full-prepare    preparation reports a download, a check, a conversion and predictors
     fail-prepare=E  PrepareModel ends with the error of that name
     fail-profile    ProfileModel ends with a BudgetError
+    fail-evaluate   EvaluateModel ends with a StoreError
+    slow-evaluate   an evaluation goes on until cancelled
     trimmed         the chat does not fit: four messages are left out
     residency       a sample of where the experts are comes with every token
     marker=PATH     creates PATH when preparation is done
@@ -33,6 +35,7 @@ Run as `python fake_engine.py [MODE ...]`; a mode changes one behaviour:
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import queue
 import signal
@@ -40,6 +43,7 @@ import sys
 import threading
 import time
 
+from evaluation_fakes import EVALUATION
 from mira_engine import api
 
 STATS = api.ReplyStats(
@@ -187,6 +191,7 @@ class FakeEngine:
                 api.PlanModel: self.plan,
                 api.DescribeMachine: self.describe,
                 api.ProfileModel: self.profile,
+                api.EvaluateModel: self.evaluate,
             }[type(request)](request)
         return 0
 
@@ -288,6 +293,31 @@ class FakeEngine:
         self.emit(
             api.ProfileDone(request_id=request.request_id, model=request.model, profile=profile)
         )
+
+    def evaluate(self, request: api.EvaluateModel) -> None:
+        if "fail-evaluate" in self.modes:
+            error = api.StoreError("It is not prepared in int8.", hint="Run: mira-chat prepare")
+            self.fail(request, error)
+            return
+        done = 0
+        while done < 10 or "slow-evaluate" in self.modes:
+            if request.request_id in self.cancelled:
+                self.fail(request, api.CancelledError("Stopped."))
+                return
+            self.emit(
+                api.EvaluationProgress(
+                    request_id=request.request_id, done=min(done, 9), total=10, detail="int8 reads"
+                )
+            )
+            done += 1
+            time.sleep(0.005)  # steps a watcher can see one by one
+        report = dataclasses.replace(
+            EVALUATION,
+            model=request.model,
+            dtype=request.config.dtype,
+            notes=(f"{request.max_tokens} tokens", *request.precisions, *request.files),
+        )
+        self.emit(api.EvaluationDone(request_id=request.request_id, report=report))
 
     def load(self, request: api.LoadModel) -> None:
         if "fail-load" in self.modes:

@@ -17,6 +17,10 @@ from mira_engine.api import (
     ChatMessage,
     ContextTrimmed,
     EngineProcessError,
+    EvaluateModel,
+    EvaluationDone,
+    EvaluationProgress,
+    EvaluationReport,
     FinishReason,
     Generate,
     GenerationDone,
@@ -25,6 +29,7 @@ from mira_engine.api import (
     MiraError,
     ModelLoaded,
     Notice,
+    Precision,
     PrepareModel,
     PrepareProgress,
     ProfileDone,
@@ -41,6 +46,7 @@ from mira_engine.api import (
 from .catalog import Catalog
 from .engine_call import EngineCall
 from .engine_client import EngineClient
+from .evaluation_report import EvaluationLines
 from .figures import REPORTED, count, derived, stats_line
 from .progress import ProgressDisplay
 from .progress import amount_text as amount_text
@@ -235,6 +241,41 @@ class Answerer:
                 elif isinstance(event, ProfileDone):
                     return event.profile
         raise EngineProcessError("The engine process ended the profile without a result.")
+
+    def evaluate(
+        self, *, precisions: Sequence[Precision], files: Sequence[str], max_tokens: int
+    ) -> EvaluationReport:
+        """Compares precisions of the chosen model; prepares none.
+
+        Args:
+            precisions: Which; empty for every one that is prepared.
+            files: Text files to read instead of the shipped texts.
+            max_tokens: Most tokens that are read in each precision.
+
+        Raises:
+            MiraError: Something failed.
+            KeyboardInterrupt: The person interrupted.
+        """
+        call = self._client.submit(
+            EvaluateModel(
+                request_id=self._client.new_request_id(),
+                model=self._model,
+                config=self._settings.engine,
+                precisions=tuple(precisions),
+                files=tuple(files),
+                max_tokens=max_tokens,
+            )
+        )
+        lines = EvaluationLines(self._err)
+        with self._cancelling(call):
+            for event in self._events(call):
+                if isinstance(event, EvaluationProgress):
+                    lines.show(event)
+                elif isinstance(event, Notice):
+                    self._note(event)
+                elif isinstance(event, EvaluationDone):
+                    return event.report
+        raise EngineProcessError("The engine process ended the evaluation without a result.")
 
     def load(self, answer: Answer) -> ModelLoaded:
         """Prepares and loads the chosen model; notices go into `answer`, too.

@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Iterator
 
 from mira_engine.api import (
+    EvaluationDone,
+    EvaluationProgress,
     Event,
     GenerationDone,
     MachineDescribed,
@@ -41,8 +43,16 @@ FINAL_EVENTS = (
     PlanMade,
     MachineDescribed,
     ModelDescribed,
+    EvaluationDone,
 )
-_SAMPLES = (PrepareProgress, ProfileProgress, PromptProgress, StatsSample, ResidencySample)
+_SAMPLES = (
+    PrepareProgress,
+    ProfileProgress,
+    EvaluationProgress,
+    PromptProgress,
+    StatsSample,
+    ResidencySample,
+)
 _MAX_JOINED_CHARS = 2048
 
 

@@ -30,6 +30,7 @@ from mira_engine.api import (
     DescribeModel,
     EngineProcessError,
     EngineReady,
+    EvaluateModel,
     Generate,
     LoadModel,
     Notice,
@@ -400,7 +401,8 @@ class EngineClient:
         | Reconfigure
         | PlanModel
         | DescribeModel
-        | DescribeMachine,
+        | DescribeMachine
+        | EvaluateModel,
     ) -> EngineCall:
         """Sends a request; the call returned receives its events. Starts a process if none."""
         self.start()

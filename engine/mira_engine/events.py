@@ -10,6 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .config import EngineConfig, MachineRates, SamplingConfig
+from .evaluation_events import DEFAULT_EVALUATION_TOKENS as DEFAULT_EVALUATION_TOKENS
+from .evaluation_events import EvaluateModel as EvaluateModel
+from .evaluation_events import EvaluationDone as EvaluationDone
+from .evaluation_events import EvaluationProgress as EvaluationProgress
+from .evaluation_events import EvaluationReport as EvaluationReport
+from .evaluation_events import KindFidelity as KindFidelity
+from .evaluation_events import PrecisionFidelity as PrecisionFidelity
 from .types import (
     CacheMode,
     DraftDense,
@@ -398,6 +405,7 @@ Request = (
     | PlanModel
     | DescribeModel
     | DescribeMachine
+    | EvaluateModel
 )
 
 # -- events: engine -> app ------------------------------------------------------------------
@@ -724,4 +732,6 @@ Event = (
     | PlanMade
     | ModelDescribed
     | MachineDescribed
+    | EvaluationProgress
+    | EvaluationDone
 )

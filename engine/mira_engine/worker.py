@@ -31,6 +31,9 @@ from .events import (
     DescribeMachine,
     DescribeModel,
     EngineReady,
+    EvaluateModel,
+    EvaluationDone,
+    EvaluationProgress,
     Event,
     Generate,
     Heartbeat,
@@ -71,6 +74,7 @@ _Job = (
     | PlanModel
     | DescribeModel
     | DescribeMachine
+    | EvaluateModel
 )
 
 
@@ -185,6 +189,8 @@ class Worker:
                 self._reconfigure(job)
             elif isinstance(job, DescribeMachine):
                 self._describe_machine(job)
+            elif isinstance(job, EvaluateModel):
+                self._evaluate(job)
             else:
                 self._generate(job)
         except MiraError as error:
@@ -382,6 +388,25 @@ class Worker:
             is_cancelled=lambda: self._is_cancelled(job.request_id),
         )
         self._writer.send(ProfileDone(request_id=job.request_id, model=job.model, profile=profile))
+
+    def _evaluate(self, job: EvaluateModel) -> None:
+        from .evaluation import evaluate_model
+
+        home = self._library.resolve(job.model)
+        self._unload()
+        report = evaluate_model(
+            home,
+            job.config,
+            precisions=job.precisions,
+            files=[Path(file) for file in job.files],
+            max_tokens=job.max_tokens,
+            on_progress=lambda done, total, detail: self._writer.send(
+                EvaluationProgress(request_id=job.request_id, done=done, total=total, detail=detail)
+            ),
+            on_notice=self._writer.send,
+            is_cancelled=lambda: self._is_cancelled(job.request_id),
+        )
+        self._writer.send(EvaluationDone(request_id=job.request_id, report=report))
 
     def _generate(self, job: Generate) -> None:
         if self._engine is None:

@@ -200,6 +200,15 @@ def test_interrupt_while_preparing_exits_130(command):
     assert b"Traceback" not in err
 
 
+def test_interrupt_while_evaluating_exits_130(command):
+    with begun(command("eval", "builtin", modes="slow-evaluate"), bufsize=0) as process:
+        process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        rest, err = process.communicate(timeout=TIMEOUT_S)
+    assert (process.returncode, rest) == (130, b"")
+    assert b"Traceback" not in err
+
+
 def test_interrupt_while_the_engine_starts_waits_for_nothing(command, tmp_path):
     """Neither for the start (180 s) nor for the end (600 s here) that it gives the engine."""
     log = tmp_path / "logs"

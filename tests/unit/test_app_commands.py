@@ -481,3 +481,62 @@ def test_reply_that_drafted_nothing_has_no_acceptance_anywhere():
     profile = api.KProfile(best=0, acceptance=0.0, results=(result,))
     assert profile_figures(profile) == {"acceptance": None, "expected_accepted": None}
     assert not any("acceptance" in line for line in profile_lines(profile))
+
+
+# -- eval -------------------------------------------------------------------------------------
+
+
+def test_eval_prints_the_table_and_its_progress(mira, tmp_path):
+    done = mira("eval", "builtin")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "Fake MoE: 400 tokens of 5 texts, arithmetic in float32"
+    assert lines[1] == "reference: bf16 experts, read from the checkpoint"
+    rows = [line.split() for line in lines[3:6]]
+    assert rows == [
+        ["precision", "perplexity", "KL", "top-1", "greedy", "expert"],
+        ["bf16", "9.500", "-", "-", "-", "2.0", "MiB"],
+        ["int8", "9.750", "0.01250", "95.5%", "20.2/32", "1.0", "MiB"],
+    ]
+    assert lines[-1] == "note: 4096 tokens"
+    assert "eval: 9 of 10 tokens \u00b7 int8 reads" in done.stderr
+
+
+def test_eval_hands_on_what_was_asked_and_prints_one_object(mira, tmp_path):
+    (tmp_path / "mine.txt").write_text("text")
+    done = mira(
+        "eval", "builtin", "--precision", "int8", "--precision", "NESTED", "--dtype", "bfloat16",
+        "--tokens", "200", "--file", str(tmp_path / "mine.txt"), "--json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["notes"] == ["200 tokens", "int8", "nested", str(tmp_path / "mine.txt")]
+    assert report["dtype"] == "bfloat16"
+    assert [result["precision"] for result in report["results"]] == ["bf16", "int8"]
+    assert report["results"][1]["kinds"][0]["kind"] == "code"
+
+
+def test_eval_refuses_an_unknown_precision_and_tells_what_failed(mira):
+    unknown = mira("eval", "builtin", "--precision", "int3")
+    assert unknown.returncode == 2
+    assert "precision cannot be 'int3'" in unknown.stderr
+    failed = mira("eval", "builtin", modes="fail-evaluate")
+    assert failed.returncode == 1
+    assert "not prepared in int8" in failed.stderr
+    assert "hint: Run: mira-chat prepare" in failed.stderr
+    assert not failed.stdout
+
+
+def test_eval_tells_the_time_that_is_left():
+    from mira_app.evaluation_report import EvaluationLines
+
+    out, clock = io.StringIO(), iter([0.0, 1.0, 10.0, 20.0]).__next__
+    lines = EvaluationLines(out, clock)
+    for done, detail in ((0, "a"), (5, "a"), (6, "a"), (10, "b"), (100, "b")):
+        progress = api.EvaluationProgress(request_id="r", done=done, total=100, detail=detail)
+        lines.show(progress)
+    assert out.getvalue().splitlines() == [
+        "eval: 0 of 100 tokens \u00b7 a",
+        "eval: 10 of 100 tokens \u00b7 b \u00b7 90 s left".replace("90 s", "2 min"),
+        "eval: 100 of 100 tokens \u00b7 b",
+    ]

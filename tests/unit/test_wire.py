@@ -172,6 +172,45 @@ MESSAGES = [
             events.MachineFact(code="gpu", text="none", mark=FactMark.NOTE, hint="h"),
         ),
     ),
+    events.EvaluateModel(
+        request_id="r",
+        model="m",
+        config=EngineConfig(dtype=ComputeDtype.FLOAT32),
+        precisions=(Precision.INT8, Precision.NESTED),
+        files=("/a/b c.txt",),
+        max_tokens=200,
+    ),
+    events.EvaluationProgress(request_id="r", done=1, total=2, detail="int8 reads"),
+    events.EvaluationDone(
+        request_id="r",
+        report=events.EvaluationReport(
+            model="m",
+            title="t",
+            reference="bf16",
+            dtype=ComputeDtype.FLOAT32,
+            num_texts=1,
+            num_tokens=2,
+            num_continuations=3,
+            num_greedy_tokens=4,
+            results=(
+                events.PrecisionFidelity(
+                    precision=Precision.INT4,
+                    perplexity=9.5,
+                    kl=0.25,
+                    top1_agreement=0.5,
+                    greedy_tokens=3.5,
+                    expert_bytes=6,
+                    is_reference=True,
+                    kinds=(
+                        events.KindFidelity(
+                            kind="code", num_tokens=7, perplexity=8.5, kl=0.5, top1_agreement=1.0
+                        ),
+                    ),
+                ),
+            ),
+            notes=("n",),
+        ),
+    ),
     events.ResidencySample(request_id="r", regions=("HS.s", "...."), heat=("9010", "0000")),
 ]
 

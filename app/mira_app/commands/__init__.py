@@ -27,6 +27,7 @@ COMMANDS = {
     "plan": Command("plan", "plan", "Says where the memory would go and how fast it would be."),
     "profile": Command("profile", "profile", "Measures which K is fastest here."),
     "bench": Command("bench", "bench", "Measures replies of the chosen model here."),
+    "eval": Command("eval", "evaluate", "Compares precisions with the model's own experts."),
     "simulate": Command("simulate", "simulate", "Compares policies on a virtual clock."),
     "doctor": Command("doctor", "doctor", "Checks the machine and says what could be better."),
     "export": Command("export", "export_chats", "Writes chats as Markdown or JSON lines."),
