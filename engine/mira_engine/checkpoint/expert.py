@@ -18,6 +18,7 @@ from torch import Tensor
 from ..errors import FormatError
 from ..types import ExpertShape, Plane, Precision
 from .quantise import check_finite
+from .quantised_expert import QuantisedExpert
 from .records import RecordLayout, Sections
 
 PlaneSections = Mapping[Plane, Sections]
@@ -118,6 +119,21 @@ class ExpertFormat(abc.ABC):
         values = self._quantise(tensors)
         return {plane: record.pack(values[plane]) for plane, record in self._records.items()}
 
+    def encode_quantised(self, expert: QuantisedExpert) -> dict[Plane, Tensor]:
+        """Packs one expert whose INT4 codes and scales are given.
+
+        Returns:
+            uint8 `[record_bytes]` for each plane.
+
+        Raises:
+            FormatError: The format cannot hold such codes, or they are not of an expert of
+                `shape`.
+        """
+        raise FormatError(
+            f"The {self.precision} format holds no INT4 codes that were made elsewhere.",
+            hint="Use the int4 format for them.",
+        )
+
     def bind(self, records: Mapping[Plane, Tensor]) -> BoundExpert:
         """Returns weights that are views on the records; nothing is copied or kept.
 
@@ -179,7 +195,7 @@ def bias_sections(shape: ExpertShape, dtype: torch.dtype) -> Sections:
     return {"up_bias": (dtype, (shape.up_rows,)), "down_bias": (dtype, (shape.hidden_size,))}
 
 
-def bias_values(tensors: ExpertTensors, dtype: torch.dtype) -> dict[str, Tensor]:
+def bias_values(tensors: ExpertTensors | QuantisedExpert, dtype: torch.dtype) -> dict[str, Tensor]:
     """Contents of `bias_sections`."""
     if tensors.up_bias is None or tensors.down_bias is None:
         return {}

@@ -32,6 +32,7 @@ from .expert import (
     bias_values,
     check_all_finite,
 )
+from .quantised_expert import QuantisedExpert, check_quantised
 from .records import Sections
 
 __all__ = [
@@ -182,6 +183,31 @@ class Int4Format(_GroupFormat):
             values[name] = self._pack(quantised.codes)
             values[f"{name}_scales"] = packing.arrange_scales(quantised.scales, self._layout)
         return {Plane.WHOLE: values}
+
+    def encode_quantised(self, expert: QuantisedExpert) -> dict[Plane, Tensor]:
+        """Packs given codes exactly; a scale of a larger group is repeated for each of ours.
+
+        Raises:
+            FormatError: As `check_quantised` says, or groups are smaller than the format's.
+        """
+        check_quantised(expert, self.shape)
+        if expert.group_size % self.group_size:
+            raise FormatError(
+                f"Codes by groups of {expert.group_size} have no form in groups of "
+                f"{self.group_size}, which share a scale here.",
+                hint="Quantise the float weights instead.",
+            )
+        values: dict[str, Tensor] = {}
+        for name in self._dims:
+            codes, scales = getattr(expert, f"{name}_codes"), getattr(expert, f"{name}_scales")
+            scales = scales.repeat_interleave(expert.group_size // self.group_size, dim=1)
+            values[name] = self._pack(codes)
+            values[f"{name}_scales"] = packing.arrange_scales(
+                scales.to(torch.bfloat16), self._layout
+            )
+        values |= bias_values(expert, torch.float32)
+        record = self._records[Plane.WHOLE].pack(values)
+        return {Plane.WHOLE: record}
 
     def _bind(self, records: Mapping[Plane, Tensor]) -> BoundExpert:
         return self.bind_draft(records[Plane.WHOLE])
