@@ -17,7 +17,7 @@ from pathlib import Path
 import filelock
 from transformers import PreTrainedConfig
 
-from .checkpoint import builtin, fetch, hub_home
+from .checkpoint import builtin, fetch, gptq_store, hub_home
 from .checkpoint.architecture import load_config
 from .checkpoint.backbone import (
     backbone_bytes,
@@ -25,19 +25,19 @@ from .checkpoint.backbone import (
     is_backbone_current,
     write_backbone,
 )
-from .checkpoint.convert import checkpoint_revision, convert_experts, store_writer
+from .checkpoint.convert import checkpoint_revision, convert_experts, planned_manifest
 from .checkpoint.experts import CheckpointExperts, find_expert_modules, meta_model
 from .checkpoint.files import LOCK_FILE
 from .checkpoint.formats import make_format
 from .checkpoint.hub import USUAL_PATIENCE, Patience, is_complete
 from .checkpoint.preflight import SPARE_BYTES
 from .checkpoint.progress import OnProgress, Progress
-from .checkpoint.store import StoreManifest
+from .checkpoint.store import StoreManifest, StoreWriter
 from .checkpoint.writing import disk_errors, require_space, write_json
 from .errors import CheckpointError, PrepareError
 from .library import SOURCE_FILE, ModelHome
 from .model.chat import check_chat_files
-from .types import Precision
+from .types import Precision, Rounding
 
 _BUILTIN_BACKBONE_BYTES = 221_000_000
 
@@ -62,6 +62,7 @@ def prepare(
     home: ModelHome,
     precision: Precision,
     *,
+    draft: Rounding | None = None,
     on_progress: OnProgress,
     is_cancelled: Callable[[], bool] = lambda: False,
     patience: Patience = USUAL_PATIENCE,
@@ -76,6 +77,8 @@ def prepare(
     Args:
         home: The model.
         precision: Format of the target; a draft's store is made beside it where needed.
+        draft: `NEAREST` gives up a draft that GPTQ has made of these weights; otherwise it
+            stays. Making one is `mira_engine.gptq`'s, once the model is ready.
         on_progress: Called with step, done, total, unit, detail, in this thread.
         is_cancelled: Asked between experts, tensors and pieces of files.
         patience: How long a download bears with a hub that fails.
@@ -92,9 +95,9 @@ def prepare(
     if home.is_builtin:
         with locked(home):
             _make_builtin(home, precision, progress)
-            _convert(home, CheckpointExperts(home.checkpoint_dir), precision, progress)
+            _convert(home, CheckpointExperts(home.checkpoint_dir), precision, draft, progress)
         return
-    if home.is_ready(precision) and _is_checkpoint_gone(home):
+    if home.is_ready(precision) and is_checkpoint_gone(home) and draft is not Rounding.NEAREST:
         return
     if home.is_hub:
         home = _bring(home, precision, progress, patience)
@@ -102,7 +105,7 @@ def prepare(
     for needed in home.needed_precisions(precision):
         make_format(needed, checkpoint.shape)  # Refuses before anything is written.
     with locked(home):
-        _convert(home, checkpoint, precision, progress)
+        _convert(home, checkpoint, precision, draft, progress)
 
 
 def _bring(
@@ -127,7 +130,7 @@ def _bring(
     return replace(home, checkpoint_dir=found.folder)
 
 
-def _is_checkpoint_gone(home: ModelHome) -> bool:
+def is_checkpoint_gone(home: ModelHome) -> bool:
     """Whether a ready model has only what was made of its checkpoint."""
     if home.is_hub:
         return not is_complete(home.checkpoint_dir)
@@ -167,17 +170,24 @@ def _make_builtin(home: ModelHome, precision: Precision, progress: Progress) -> 
 
 
 def _convert(
-    home: ModelHome, checkpoint: CheckpointExperts, precision: Precision, progress: Progress
+    home: ModelHome,
+    checkpoint: CheckpointExperts,
+    precision: Precision,
+    draft: Rounding | None,
+    progress: Progress,
 ) -> None:
-    needed = home.needed_precisions(precision)
     revision = checkpoint_revision(checkpoint)
     backbone = backbone_revision(checkpoint, revision)
-    writers = {
-        each: store_writer(
-            checkpoint, home.store_dir(each), each, source=home.title, revision=revision
-        )
-        for each in needed
-    }
+    writers = {}
+    for each in home.needed_precisions(precision):
+        planned = planned_manifest(checkpoint, each, source=home.title, revision=revision)
+        if draft is Rounding.NEAREST:
+            gptq_store.give_up(home, each)
+        if gptq_store.finished_manifest(home, each, planned) is not None:
+            gptq_store.drop_store(home.nearest_store_dir(each))  # A kill may have left it.
+        else:
+            gptq_store.drop_store(home.gptq_store_dir(each))
+            writers[each] = StoreWriter(home.nearest_store_dir(each), planned)
     missing = sum(writer.missing_bytes for writer in writers.values())
     if not is_backbone_current(home.backbone_dir, backbone):
         missing += backbone_bytes(checkpoint)
