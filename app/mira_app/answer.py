@@ -32,6 +32,7 @@ from mira_engine.api import (
     ProfileProgress,
     ReplyPart,
     ReplyStats,
+    Rounding,
     SamplingConfig,
     StatsSample,
     TokenDelta,
@@ -166,6 +167,7 @@ class Answerer:
         is_forced: bool = False,
         is_predicting: bool = False,
         calibration: str | None = None,
+        draft: Rounding | None = None,
     ) -> None:
         """Makes the chosen model ready, unless it is and nothing else is asked for.
 
@@ -173,6 +175,7 @@ class Answerer:
             is_forced: Whether the engine is asked also where the model looks ready.
             is_predicting: Whether predictors are made too.
             calibration: File of the prompts to make them from, `None` for those shipped.
+            draft: How the draft's codes are chosen, `None` to leave them as they are.
 
         Raises:
             MiraError: Something failed.
@@ -180,7 +183,7 @@ class Answerer:
         """
         engine = self._settings.engine
         entry = self._catalog.find(self._settings.model, engine.precision)
-        if entry.is_ready and not (is_predicting or is_forced):
+        if entry.is_ready and not (is_predicting or is_forced or draft):
             return
         call = self._client.submit(
             PrepareModel(
@@ -189,6 +192,7 @@ class Answerer:
                 precision=engine.precision,
                 is_predicting=is_predicting,
                 calibration=calibration,
+                draft=draft,
             )
         )
         display = self._make_progress(self._err)

@@ -97,6 +97,7 @@ from .types import (
     FinishReason,
     Precision,
     ReplyPart,
+    Rounding,
     Strategy,
 )
 from .wire import decode, encode, to_plain
@@ -179,6 +180,7 @@ __all__ = [
     "Request",
     "RequestFailed",
     "ResidencySample",
+    "Rounding",
     "SamplingConfig",
     "Shutdown",
     "SimulationReport",

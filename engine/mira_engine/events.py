@@ -19,6 +19,7 @@ from .types import (
     FinishReason,
     Precision,
     ReplyPart,
+    Rounding,
     Strategy,
 )
 
@@ -273,8 +274,9 @@ class PrepareModel:
 
     Attributes:
         is_predicting: Whether predictors are made too; a model chats without them.
-        calibration: Text file with the prompts to make them from, `None` for those that
-            ship with the program.
+        calibration: Text file with the prompts to make them and a GPTQ draft from, `None` for
+            those that ship with the program.
+        draft: How the draft's INT4 codes are chosen, `None` to leave them as they are.
     """
 
     request_id: str
@@ -282,6 +284,7 @@ class PrepareModel:
     precision: Precision = Precision.NESTED
     is_predicting: bool = False
     calibration: str | None = None
+    draft: Rounding | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
