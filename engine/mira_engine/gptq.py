@@ -97,7 +97,7 @@ def make_gptq_draft(
         if found is not None and (prompts is None or found.calibration == manifest.calibration):
             recorded.clear()  # A kill may have left it.
             return
-        _announce(checkpoint, recording, on_notice)
+        _announce(checkpoint, held, recording, on_notice)
         folder = gptq_store.unfinished_dir(home, held)
         writer = StoreWriter(folder, manifest)
         if not writer.is_finished:
@@ -131,9 +131,12 @@ def _fingerprint(revision: str, texts: Sequence[str], recording: RecordingSettin
 
 
 def _announce(
-    checkpoint: CheckpointExperts, recording: RecordingSettings, on_notice: OnNotice
+    checkpoint: CheckpointExperts,
+    held: Precision,
+    recording: RecordingSettings,
+    on_notice: OnNotice,
 ) -> None:
-    """Says what memory the work takes, before it begins.
+    """Says what memory the work takes and what else it changes, before it begins.
 
     Raises:
         PrepareError: There is less.
@@ -151,6 +154,12 @@ def _announce(
         "and its layer's inputs."
     )
     on_notice(Notice(code="gptq-memory", text=text))
+    if held is Precision.NESTED:
+        text = (
+            "With nested, the codes that GPTQ chooses are half of the target as well, which "
+            "strays further from the full model then; targets in int8 and bf16 stay as they are."
+        )
+        on_notice(Notice(code="gptq-target", text=text))
 
 
 def _job(home: ModelHome, held: Precision, manifest: StoreManifest) -> GptqJob:

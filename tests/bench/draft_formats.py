@@ -4,18 +4,17 @@ Question: share of judged draft tokens that are accepted, and tokens accepted a 
 K = 4 and 8, of four drafts: INT4 rounded to nearest and INT4 by GPTQ beside a bf16 target,
 the high plane of `nested`, and that plane chosen by GPTQ. The high plane is half of its
 target, so each target's distance to the bf16 one is told too: mean KL divergence of the
-next-token distributions, and how often the likeliest token is the same.
+next-token distributions, and how often the likeliest token is the same, over the prompts.
 
 Method: the built-in model and the prompts of `mira-chat profile`, greedy, every draft
-against its own target. A token counts as judged up to the first rejection of a round. KL
-over the bf16 target's own replies, read in one pass by each target. GPTQ drafts are made of
-the shipped calibration prompts where they are not there yet (tens of minutes), in a model
-home of their own, `bench-drafts` in the data folder. Where GPTQModel is not installed their
-rows are left out, and it says so.
+against its own target. A token counts as judged up to the first rejection of a round. GPTQ
+drafts are made of the shipped calibration prompts where they are not there yet (tens of
+minutes), in a model home of their own, `bench-drafts` in the data folder. Where GPTQModel
+is not installed their rows are left out, and it says so.
 
 Left out: time. Everything counted here is the same on a busy machine.
 
-Run: python tests/bench/draft_formats.py [--prompts 3] [--tokens 64] [--data-dir DIR]
+Run: python tests/bench/draft_formats.py [--prompts 3] [--tokens 64] [--rows 0,1,2,3]
 The last line printed is one JSON document.
 """
 
@@ -77,14 +76,6 @@ class Counts:
         return self.num_accepted / self.num_rounds
 
 
-@dataclass(frozen=True)
-class Reading:
-    """One reply of the reference: all tokens, and how many of them are the prompt's."""
-
-    tokens: list[int]
-    num_prompt: int
-
-
 class Bench:
     """Loads engines of the two homes and counts."""
 
@@ -114,41 +105,34 @@ class Bench:
         finally:
             engine.close()
 
-    def _reply(self, engine: Engine, prompt: str) -> Reading:
-        engine.state.reset()
-        tokens = engine.render([ChatMessage(role="user", content=prompt)])
-        sampling = SamplingConfig(max_new_tokens=self._arguments.tokens)
-        reply = [t for t in engine.reply(tokens, sampling) if isinstance(t, int)]
-        return Reading(tokens=[*tokens, *reply], num_prompt=len(tokens))
-
     def count(self, draft: str, k: int) -> Counts:
         """Answers all prompts with a draft of K tokens."""
         counts = Counts()
+        sampling = SamplingConfig(max_new_tokens=self._arguments.tokens)
         with self.engine(draft, k) as engine:
             engine.on_round = counts.add
             for prompt in self._prompts:
-                self._reply(engine, prompt)
+                engine.state.reset()
+                for _ in engine.reply(_tokens(engine, prompt), sampling):
+                    pass
         return counts
 
-    def reference_readings(self) -> list[Reading]:
-        """Returns what the bf16 target answers."""
-        with self.engine("int4, nearest", 0) as engine:
-            return [self._reply(engine, prompt) for prompt in self._prompts]
-
-    def log_probabilities(self, draft: str, readings: list[Reading]) -> list[torch.Tensor]:
-        """Returns `[T, V]` for each reading: what the draft's target expects after each token."""
+    def log_probabilities(self, draft: str) -> list[torch.Tensor]:
+        """Returns `[T, V]` for each prompt: what the draft's target expects after each token."""
         found = []
         with self.engine(draft, 0) as engine:
-            for reading in readings:
+            for prompt in self._prompts:
+                tokens = _tokens(engine, prompt)
                 engine.state.reset()
                 engine.executor.obey(engine.executor.driver.begin_prefill(1))
-                num_logits = len(reading.tokens) - reading.num_prompt
-                logits = engine.passes.forward(
-                    reading.tokens[:-1], Phase.PREFILL, num_logits=num_logits
-                )
+                logits = engine.passes.forward(tokens, Phase.PREFILL, num_logits=len(tokens))
                 engine.executor.obey(engine.executor.driver.end_prefill())
                 found.append(logits.float().log_softmax(-1))
         return found
+
+
+def _tokens(engine: Engine, prompt: str) -> list[int]:
+    return engine.render([ChatMessage(role="user", content=prompt)])
 
 
 def make_homes(arguments: argparse.Namespace) -> dict[bool, ModelHome]:
@@ -190,6 +174,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--prompts", type=int, default=3, help="of each of the five kinds")
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--rows", default="0,1,2,3", help="which drafts, by number")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--compile", type=CompileMode, default=CompileMode.WAIT)
     parser.add_argument("--cache-dir", type=Path, default=None)
@@ -197,15 +182,15 @@ def main() -> None:
     arguments = parser.parse_args()
     homes = make_homes(arguments)
     bench = Bench(homes, load_prompts(arguments.prompts), arguments)
-    readings = bench.reference_readings()
-    reference = bench.log_probabilities("int4, nearest", readings)
+    reference = bench.log_probabilities("int4, nearest")
+    wanted = {list(DRAFTS)[int(number)] for number in arguments.rows.split(",")}
     rows = {}
     head = ("draft", "K", "acceptance", "accepted/round", "target KL", "same choice")
     print("{:<26}{:>3}{:>12}{:>16}{:>12}{:>13}".format(*head))
     for draft, (_, is_gptq) in DRAFTS.items():
-        if is_gptq not in homes:
+        if is_gptq not in homes or draft not in wanted:
             continue
-        kl, agreement = divergence(reference, bench.log_probabilities(draft, readings))
+        kl, agreement = divergence(reference, bench.log_probabilities(draft))
         row = {"target_kl": kl, "same_choice": agreement, "depths": {}}
         for k in DEPTHS:
             counts = bench.count(draft, k)

@@ -10,10 +10,11 @@ import pytest
 from mira_engine import gptq
 from mira_engine.checkpoint import gptq_process, gptq_store
 from mira_engine.checkpoint.files import MANIFEST_FILE
+from mira_engine.checkpoint.gptq_child import do_job
 from mira_engine.checkpoint.gptq_process import GptqJob, run_job
 from mira_engine.checkpoint.progress import Progress
 from mira_engine.checkpoint.store import StoreManifest
-from mira_engine.errors import CancelledError, PrepareError, UnknownModelError
+from mira_engine.errors import CancelledError, PrepareError
 from mira_engine.types import Precision, Rounding
 
 CHILD = Path(__file__).parent / "job_child.py"
@@ -45,12 +46,8 @@ def test_draft_is_made_in_a_process_of_its_own(fake_library, home_of, make):
     assert "mira_engine.checkpoint.gptq_core" not in sys.modules
 
 
-def test_error_there_is_raised_here(fake_library, tmp_path):
-    with pytest.raises(UnknownModelError, match=r"no-model has no config\.json"):
-        run_job(job_of(tmp_path), Progress())
-
-
-def test_library_that_cannot_be_imported_is_named(fake_library, tmp_path, monkeypatch):
+def test_error_there_is_raised_here(fake_library, tmp_path, monkeypatch):
+    """The one that comes first: the library is there, and what it imports is not."""
     broken = tmp_path / "broken" / "gptqmodel"
     broken.mkdir(parents=True)
     (broken / "__init__.py").write_text("import no_such_dependency")
@@ -70,6 +67,7 @@ def test_process_that_dies_leaves_the_model_ready_and_goes_on(
     assert home.is_ready(Precision.NESTED)
     assert list(gptq_store.unfinished_dir(home, Precision.NESTED).glob("*.partial")) == []
     monkeypatch.delenv("FAKE_GPTQ")
+    monkeypatch.setattr(gptq, "run_job", do_job)
     seen = []
     make(home, on_progress=lambda *args: seen.append(args))
     assert {args[3] for args in seen} == {"experts"}  # The recording was kept.
