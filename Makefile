@@ -17,11 +17,12 @@ export PIP_NO_INPUT := 1
 export PYTHONUNBUFFERED := 1
 
 .DELETE_ON_ERROR:
-.PHONY: help chat test test-app test-engine lint bench soak wheel clean
+.PHONY: help chat test test-app test-engine test-gptq lint bench soak wheel clean
 
 help:
 	@echo 'make chat    install into .venv and open the program'
 	@echo 'make test    install with the test tools, then check everything'
+	@echo 'make test-gptq  what needs GPTQModel, which is installed beside .venv for it'
 	@echo 'make lint    ruff and the import rules only'
 	@echo 'make bench   the full benches (minutes)'
 	@echo 'make soak    long runs that look for leaks and rare faults'
@@ -60,6 +61,15 @@ test-app: $(VENV)/.test
 
 test-engine: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(addprefix --ignore=,$(APP_TESTS)) $(PYTEST_ARGS)
+
+# Beside the environment, not in it: transformers behaves otherwise where it finds the library,
+# and its own wish for a newer torch is left aside.
+$(VENV)/.gptq: $(VENV)/.test gptq-requirements.txt
+	$(PIP) --no-deps --upgrade --target $(VENV)/gptq --requirement gptq-requirements.txt
+	@touch $@
+
+test-gptq: $(VENV)/.gptq
+	PYTHONPATH=$(VENV)/gptq OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m gptq tests/gptq $(PYTEST_ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -52,12 +52,12 @@ SaveTiny = Callable[..., Path]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out the soaks, which run for many minutes, unless `-m` names them."""
-    if "soak" in config.option.markexpr:
-        return
-    soaks = [item for item in items if item.get_closest_marker("soak")]
-    config.hook.pytest_deselected(items=soaks)
-    items[:] = [item for item in items if item not in soaks]
+    """Leaves out the soaks, which run for many minutes, and what needs GPTQModel, unless `-m`
+    names them."""
+    unnamed = [mark for mark in ("soak", "gptq") if mark not in config.option.markexpr]
+    left_out = [item for item in items if any(map(item.get_closest_marker, unnamed))]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(scope="session")

@@ -37,6 +37,7 @@ from mira_engine.api import (
     ProfileProgress,
     ReplyPart,
     ReplyStats,
+    Rounding,
     SamplingConfig,
     StatsSample,
     TokenDelta,
@@ -176,6 +177,7 @@ class Answerer:
         is_predicting: bool = False,
         calibration: str | None = None,
         is_download_deleted: bool | None = None,
+        draft: Rounding | None = None,
     ) -> None:
         """Makes the chosen model ready, unless it is and nothing else is asked for.
 
@@ -185,6 +187,7 @@ class Answerer:
             calibration: File of the prompts to make them from, `None` for those shipped.
             is_download_deleted: Whether downloaded files go once they are converted, `None`
                 where the disk has no room for both.
+            draft: How the draft's codes are chosen, `None` to leave them as they are.
 
         Raises:
             MiraError: Something failed.
@@ -192,7 +195,7 @@ class Answerer:
         """
         engine = self._settings.engine
         entry = self._catalog.find(self._settings.model, engine.precision)
-        if entry.is_ready and not (is_predicting or is_forced or is_download_deleted):
+        if entry.is_ready and not (is_predicting or is_forced or is_download_deleted or draft):
             return
         call = self._client.submit(
             PrepareModel(
@@ -202,6 +205,7 @@ class Answerer:
                 is_predicting=is_predicting,
                 calibration=calibration,
                 is_download_deleted=is_download_deleted,
+                draft=draft,
             )
         )
         display = self._make_progress(self._err)

@@ -104,6 +104,7 @@ from .types import (
     FinishReason,
     Precision,
     ReplyPart,
+    Rounding,
     Strategy,
 )
 from .wire import decode, encode, to_plain
@@ -195,6 +196,7 @@ __all__ = [
     "Request",
     "RequestFailed",
     "ResidencySample",
+    "Rounding",
     "SamplingConfig",
     "Shutdown",
     "SimulationReport",

@@ -172,14 +172,22 @@ class RoutingRecording:
         precision: Format that the recording runs in.
         folder: Where everything goes.
         progress: Told recorded tokens; asked between passes.
+        step: Name of the job's step in progress reports.
     """
 
     def __init__(
-        self, home: ModelHome, precision: Precision, folder: Path, progress: Progress
+        self,
+        home: ModelHome,
+        precision: Precision,
+        folder: Path,
+        progress: Progress,
+        *,
+        step: str = STEP,
     ) -> None:
         self._home = home
         self._precision = precision
         self._progress = progress
+        self._step = step
         self._folder = folder
         self.traces = TraceFolder(folder)
 
@@ -209,7 +217,7 @@ class RoutingRecording:
         self, texts: Sequence[str], settings: RecordingSettings, on_notice: OnNotice | None
     ) -> None:
         """Reads the prompts through the model, batch by batch."""
-        self._progress.report(STEP, 0, 0, "tokens", "loading the model")
+        self._progress.report(self._step, 0, 0, "tokens", "loading the model")
         engine = self._load(settings, on_notice)
         try:
             prompts = [
@@ -275,7 +283,7 @@ class RoutingRecording:
             zip(taken, shared_prefix_lengths([prompts[one] for one in taken]), strict=True)
         )
         total = sum(len(prompts[one]) - skipped[one] + settings.max_reply_tokens for one in taken)
-        require_space(self._folder, total * token_bytes, "Recording routing for the predictors")
+        require_space(self._folder, total * token_bytes, f"Recording routing for the {self._step}")
         reader = BatchRecording(model, executor, ends, settings)
         before = 0
         for part, batch in enumerate(batches):
@@ -286,7 +294,7 @@ class RoutingRecording:
                 detail = f"recording, batch {part + 1} of {len(batches)}"
 
                 def tell(done: int, before: int = before, detail: str = detail) -> None:
-                    self._progress.report(STEP, before + done, total, "tokens", detail)
+                    self._progress.report(self._step, before + done, total, "tokens", detail)
 
                 reader.write(
                     self.traces,

@@ -26,6 +26,7 @@ from .types import (
     FinishReason,
     Precision,
     ReplyPart,
+    Rounding,
     Strategy,
 )
 
@@ -280,10 +281,11 @@ class PrepareModel:
 
     Attributes:
         is_predicting: Whether predictors are made too; a model chats without them.
-        calibration: Text file with the prompts to make them from, `None` for those that
-            ship with the program.
+        calibration: Text file with the prompts to make them and a GPTQ draft from, `None` for
+            those that ship with the program.
         is_download_deleted: Whether each file downloaded from the hub is deleted as soon as it
             is converted; `None` where the disk has no room to keep them all.
+        draft: How the draft's INT4 codes are chosen, `None` to leave them as they are.
     """
 
     request_id: str
@@ -292,6 +294,7 @@ class PrepareModel:
     is_predicting: bool = False
     calibration: str | None = None
     is_download_deleted: bool | None = None
+    draft: Rounding | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -84,9 +84,32 @@ class ModelHome:
         """What predicts the experts of later layers; not needed to load the model."""
         return self.root / "predictors"
 
+    @property
+    def draft_dir(self) -> Path:
+        """What a GPTQ draft is made from, while it is made."""
+        return self.root / "draft"
+
     def store_dir(self, precision: Precision) -> Path:
-        """Returns the folder of the expert store in that precision."""
+        """Returns the folder of the expert store in that precision.
+
+        That is the one with codes chosen by GPTQ where it is finished.
+        """
+        chosen = self.gptq_store_dir(precision)
+        if (chosen / MANIFEST_FILE).exists():
+            return chosen
+        return self.nearest_store_dir(precision)
+
+    def nearest_store_dir(self, precision: Precision) -> Path:
+        """Returns the folder of the store whose codes are rounded to nearest."""
         return self.root / "stores" / precision.value
+
+    def gptq_store_dir(self, precision: Precision) -> Path:
+        """Returns the folder of the store whose draft's codes GPTQ has chosen."""
+        return self.root / "stores" / f"{precision.value}.gptq"
+
+    def draft_precision(self, precision: Precision) -> Precision:
+        """Returns the precision of the store that holds the draft of a target."""
+        return _NEEDED[precision][-1]
 
     def needed_precisions(self, precision: Precision) -> tuple[Precision, ...]:
         """Returns the stores that running in `precision` takes: the target's, and a draft's

@@ -37,7 +37,7 @@ from .checkpoint.writing import disk_errors, require_space, write_json
 from .errors import CheckpointError, PrepareError
 from .library import SOURCE_FILE, ModelHome
 from .model.chat import check_chat_files
-from .types import Precision
+from .types import Precision, Rounding
 
 OnNote = Callable[[str, str], None]
 """Called with a code and a sentence for people."""
@@ -65,6 +65,7 @@ def prepare(
     home: ModelHome,
     precision: Precision,
     *,
+    draft: Rounding | None = None,
     on_progress: OnProgress,
     is_cancelled: Callable[[], bool] = lambda: False,
     patience: Patience = USUAL_PATIENCE,
@@ -81,6 +82,8 @@ def prepare(
     Args:
         home: The model.
         precision: Format of the target; a draft's store is made beside it where needed.
+        draft: `NEAREST` gives up a draft that GPTQ has made of these weights; otherwise it
+            stays. Making one is `mira_engine.gptq`'s, once the model is ready.
         on_progress: Called with step, done, total, unit, detail, in this thread.
         is_cancelled: Asked between experts, tensors and pieces of files.
         patience: How long a download bears with a hub that fails.
@@ -102,9 +105,9 @@ def prepare(
     if home.is_builtin:
         with locked(home):
             _make_builtin(home, precision, progress)
-            _make(home, CheckpointExperts(home.checkpoint_dir), precision, progress)
+            _make(home, CheckpointExperts(home.checkpoint_dir), precision, progress, draft)
         return
-    if home.is_ready(precision) and _is_checkpoint_gone(home):
+    if home.is_ready(precision) and is_checkpoint_gone(home) and draft is not Rounding.NEAREST:
         outline = read_outline(home.root)
         if outline is not None and outline.precision is precision:
             forget_outline(home.root)  # Of a run that was killed behind its last step.
@@ -113,6 +116,7 @@ def prepare(
         job = _HubJob(
             home=home,
             precision=precision,
+            draft=draft,
             progress=progress,
             patience=patience,
             is_deleted=is_download_deleted,
@@ -123,7 +127,7 @@ def prepare(
     checkpoint = CheckpointExperts(home.checkpoint_dir)
     refuse_formats(home, checkpoint.shape, precision)
     with locked(home):
-        _make(home, checkpoint, precision, progress)
+        _make(home, checkpoint, precision, progress, draft)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +136,7 @@ class _HubJob:
 
     home: ModelHome
     precision: Precision
+    draft: Rounding | None
     progress: Progress
     patience: Patience
     is_deleted: bool | None
@@ -169,19 +174,19 @@ class _HubJob:
                 made_bytes=need.made_bytes + SPARE_BYTES,
                 elsewhere=space.ways_out(figures),
             )
-            _make(home, _open_checkpoint(home), self.precision, self.progress)
+            _make(home, _open_checkpoint(home), self.precision, self.progress, self.draft)
 
     def _use_complete(self, home: ModelHome, found: HubCheckpoint) -> None:
         """Makes the model of weights that are all here."""
         checkpoint = _open_checkpoint(home)
         refuse_formats(home, checkpoint.shape, self.precision)
-        made = CheckpointWork.of_home(home, checkpoint, self.precision).missing_bytes
+        made = CheckpointWork.of_home(home, checkpoint, self.precision, self.draft).missing_bytes
         need = SpaceNeed(weights_bytes=0, made_bytes=made, whole_bytes=made)
         has_room = not made or self._space(home, found).has_room(need)
         if self._is_begun(home, found) or self._is_deleting(home, found, has_room):
             self._use_up(home, found, hub_home.folder_figures(found.folder))
         else:
-            _make(home, checkpoint, self.precision, self.progress)
+            _make(home, checkpoint, self.precision, self.progress, self.draft)
 
     def _use_up(self, home: ModelHome, found: HubCheckpoint, figures: Preflight) -> None:
         """Makes the model shard by shard; each is brought when it is needed, then deleted."""
@@ -200,7 +205,7 @@ class _HubJob:
                 "cannot be used up one by one.",
                 hint="Make room for the whole download, and keep it.",
             )
-        work = CheckpointWork.of_home(home, checkpoint, self.precision)
+        work = CheckpointWork.of_home(home, checkpoint, self.precision, self.draft)
         is_deleting = self.is_deleted is not False and hub_home.may_delete(home, found)
         hub_home.begin(home, found)
         stream = ShardStream(
@@ -249,7 +254,7 @@ class _HubJob:
         return is_allowed
 
 
-def _is_checkpoint_gone(home: ModelHome) -> bool:
+def is_checkpoint_gone(home: ModelHome) -> bool:
     """Whether a ready model has only what was made of its checkpoint."""
     if home.is_hub:
         return not is_complete(home.checkpoint_dir)
@@ -289,10 +294,14 @@ def _make_builtin(home: ModelHome, precision: Precision, progress: Progress) -> 
 
 
 def _make(
-    home: ModelHome, checkpoint: CheckpointExperts, precision: Precision, progress: Progress
+    home: ModelHome,
+    checkpoint: CheckpointExperts,
+    precision: Precision,
+    progress: Progress,
+    draft: Rounding | None,
 ) -> None:
     """Makes what is missing of weights that are all here."""
-    work = CheckpointWork.of_home(home, checkpoint, precision)
+    work = CheckpointWork.of_home(home, checkpoint, precision, draft)
     if missing := work.missing_bytes:
         require_space(home.root, missing + SPARE_BYTES, f"Preparing {home.title}")
     if not (home.is_builtin or home.is_hub):

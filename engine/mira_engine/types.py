@@ -91,6 +91,13 @@ class Lookahead(enum.StrEnum):
     BATCHES = "batches"
 
 
+class Rounding(enum.StrEnum):
+    """How INT4 codes were chosen: each the nearest, or by GPTQ on calibration prompts."""
+
+    NEAREST = "nearest"
+    GPTQ = "gptq"
+
+
 class Plane(enum.StrEnum):
     """A part of an expert that moves by itself."""
 

@@ -54,6 +54,7 @@ from .events import (
     Shutdown,
 )
 from .library import ModelHome, ModelLibrary
+from .types import Rounding
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -215,8 +216,11 @@ class Worker:
 
     def _prepare(self, job: PrepareModel) -> None:
         from .calibrate import read_prompts
+        from .checkpoint.gptq_process import require_gptqmodel
         from .prepare import preflight, prepare
 
+        if job.draft is Rounding.GPTQ:
+            require_gptqmodel()
         home = self._library.resolve(job.model)
         prompts = read_prompts(Path(job.calibration)) if job.calibration else None
         preflight(home)
@@ -245,6 +249,7 @@ class Worker:
         prepare(
             home,
             job.precision,
+            draft=job.draft,
             on_progress=on_progress,
             is_cancelled=lambda: self._is_cancelled(job.request_id),
             is_download_deleted=job.is_download_deleted,
@@ -252,6 +257,8 @@ class Worker:
         )
         if job.is_predicting:
             self._calibrate(job, home, prompts, on_progress)
+        if job.draft is Rounding.GPTQ:
+            self._make_draft(job, prompts, on_progress)
         self._writer.send(
             PrepareDone(request_id=job.request_id, model=job.model, precision=job.precision)
         )
@@ -279,6 +286,21 @@ class Worker:
         except MiraError as error:
             text = f"No predictors were made: {error} The model chats without them."
             self._writer.send(Notice(code="no-predictors", text=text))
+
+    def _make_draft(
+        self, job: PrepareModel, prompts: Sequence[str] | None, on_progress: OnProgress
+    ) -> None:
+        """Makes the draft by GPTQ, last: all else is there and in use meanwhile."""
+        from .gptq import make_gptq_draft
+
+        make_gptq_draft(
+            self._library.resolve(job.model),  # Anew: a download has moved the checkpoint.
+            job.precision,
+            prompts=prompts,
+            on_progress=on_progress,
+            on_notice=self._writer.send,
+            is_cancelled=lambda: self._is_cancelled(job.request_id),
+        )
 
     def _load(self, job: LoadModel) -> None:
         home = self._library.resolve(job.model)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from mira_engine.api import Rounding
 
 from .. import wiring
 from ..options import Flags, Plain, takes_settings
@@ -20,7 +21,17 @@ Calibration = Annotated[
     typer.Option(
         "--calibration",
         metavar="FILE",
-        help="Train predictors on the prompts of a text file, blank lines between them.",
+        help="Train predictors, and calibrate a GPTQ draft, on the prompts of a text file, blank "
+        "lines between them.",
+        show_default=False,
+    ),
+]
+Draft = Annotated[
+    Rounding | None,
+    typer.Option(
+        "--draft",
+        help="How the draft's INT4 codes are chosen: each the nearest, or by GPTQ, which takes "
+        "minutes to hours and `pip install 'mira-chat[gptq]'`. They stay as they are without.",
         show_default=False,
     ),
 ]
@@ -47,12 +58,13 @@ def prepare(
     no_predictors: NoPredictors = False,
     calibration: Calibration = None,
     is_download_deleted: DeleteDownload = None,
+    draft: Draft = None,
     is_plain: Plain = False,
 ) -> None:
     """Makes a model ready: fetches, checks, converts, trains predictors. Goes on where it was
     interrupted.
     """
-    if no_predictors and calibration is not None:
+    if no_predictors and calibration is not None and draft is not Rounding.GPTQ:
         raise typer.BadParameter("--calibration makes predictors, --no-predictors makes none")
     _make_ready(
         model,
@@ -60,6 +72,7 @@ def prepare(
         is_predicting=not no_predictors,
         calibration=calibration,
         is_download_deleted=is_download_deleted,
+        draft=draft,
         is_plain=is_plain,
         is_forced=False,
     )
@@ -84,6 +97,7 @@ def pull(
         is_predicting=not no_predictors,
         calibration=None,
         is_download_deleted=is_download_deleted,
+        draft=None,
         is_plain=is_plain,
         is_forced=True,
     )
@@ -96,6 +110,7 @@ def _make_ready(
     is_predicting: bool,
     calibration: Path | None,
     is_download_deleted: bool | None,
+    draft: Rounding | None,
     is_plain: bool,
     is_forced: bool,
 ) -> None:
@@ -107,5 +122,6 @@ def _make_ready(
                 is_predicting=is_predicting,
                 calibration=None if calibration is None else str(calibration.absolute()),
                 is_download_deleted=is_download_deleted,
+                draft=draft,
             )
         typer.echo(f"{model} is ready in {settings.engine.precision}.", err=True)

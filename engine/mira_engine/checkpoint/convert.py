@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 import torch
 
@@ -26,23 +25,21 @@ def checkpoint_revision(checkpoint: CheckpointExperts) -> str:
     return digest.hexdigest()
 
 
-def store_writer(
-    checkpoint: CheckpointExperts, folder: Path, precision: Precision, *, source: str, revision: str
-) -> StoreWriter:
-    """Opens the writer of a store, with what an earlier run has finished in it.
+def planned_manifest(
+    checkpoint: CheckpointExperts, precision: Precision, *, source: str, revision: str
+) -> StoreManifest:
+    """Describes the store that a checkpoint's experts make, rounded to nearest.
 
     Raises:
         FormatError: The format cannot hold these experts.
-        PrepareError: The folder cannot be written.
     """
-    manifest = StoreManifest.of_format(
+    return StoreManifest.of_format(
         make_format(precision, checkpoint.shape),
         num_layers=len(checkpoint.modules),
         num_experts=checkpoint.num_experts,
         source=source,
         revision=revision,
     )
-    return StoreWriter(folder, manifest)
 
 
 def convert_experts(

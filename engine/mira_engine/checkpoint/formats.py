@@ -31,6 +31,7 @@ from .expert import (
     bias_sections,
     bias_values,
     check_all_finite,
+    check_tensors,
 )
 from .quantised_expert import QuantisedExpert, check_quantised
 from .records import Sections
@@ -168,6 +169,23 @@ class _GroupFormat(ExpertFormat):
             values[name] = section
         return self._records[plane].pack(values)
 
+    def _given_codes(self, expert: QuantisedExpert) -> dict[str, tuple[Tensor, Tensor]]:
+        """Returns each matrix's codes and its bfloat16 scales by our groups."""
+        check_quantised(expert, self.shape)
+        assert self.group_size is not None
+        if expert.group_size % self.group_size:
+            raise FormatError(
+                f"Codes by groups of {expert.group_size} have no form in groups of "
+                f"{self.group_size}, which share a scale here.",
+                hint="Quantise the float weights instead.",
+            )
+        given = {}
+        for name in self._dims:
+            codes, scales = getattr(expert, f"{name}_codes"), getattr(expert, f"{name}_scales")
+            scales = scales.repeat_interleave(expert.group_size // self.group_size, dim=1)
+            given[name] = codes, scales.to(torch.bfloat16)
+        return given
+
     def bind_draft(self, record: Tensor) -> BoundExpert:
         assert self.draft_plane is not None
         layout = self._records[self.draft_plane]
@@ -209,21 +227,10 @@ class Int4Format(_GroupFormat):
         Raises:
             FormatError: As `check_quantised` says, or groups are smaller than the format's.
         """
-        check_quantised(expert, self.shape)
-        if expert.group_size % self.group_size:
-            raise FormatError(
-                f"Codes by groups of {expert.group_size} have no form in groups of "
-                f"{self.group_size}, which share a scale here.",
-                hint="Quantise the float weights instead.",
-            )
         values: dict[str, Tensor] = {}
-        for name in self._dims:
-            codes, scales = getattr(expert, f"{name}_codes"), getattr(expert, f"{name}_scales")
-            scales = scales.repeat_interleave(expert.group_size // self.group_size, dim=1)
+        for name, (codes, scales) in self._given_codes(expert).items():
             values[name] = self._pack(codes)
-            values[f"{name}_scales"] = packing.arrange_scales(
-                scales.to(torch.bfloat16), self._layout
-            )
+            values[f"{name}_scales"] = packing.arrange_scales(scales, self._layout)
         values |= bias_values(expert, torch.float32)
         record = self._records[Plane.WHOLE].pack(values)
         return {Plane.WHOLE: record}
@@ -251,6 +258,32 @@ class NestedFormat(_GroupFormat):
             scales = quantised.scales * quantise.PLANE_BASE
             high[f"{name}_scales"] = packing.arrange_scales(scales, self._layout)
         return {Plane.HI: high, Plane.LO: low}
+
+    def encode_with_high(
+        self, tensors: ExpertTensors, high: QuantisedExpert
+    ) -> dict[Plane, Tensor]:
+        """Encodes one expert around a high plane that is given; the low plane completes it.
+
+        A high code that is not the nearest to its weight makes a better draft (GPTQ chooses
+        them so) and a worse target: `quantise.complete_planes` says by how much.
+
+        Returns:
+            uint8 `[record_bytes]` for each plane.
+
+        Raises:
+            FormatError: As `encode` and `encode_quantised` of the int4 format say.
+        """
+        check_tensors(tensors, self.shape)
+        check_all_finite(tensors)
+        assert self.group_size is not None
+        upper, lower = bias_values(tensors, torch.float32), {}
+        for name, (codes, scales) in self._given_codes(high).items():
+            matrix = getattr(tensors, name)
+            hi, lo = quantise.complete_planes(matrix, codes, scales, self.group_size)
+            upper[name], lower[name] = self._pack(hi), self._pack(lo)
+            upper[f"{name}_scales"] = packing.arrange_scales(scales, self._layout)
+        values = {Plane.HI: upper, Plane.LO: lower}
+        return {plane: record.pack(values[plane]) for plane, record in self._records.items()}
 
     def _bind(self, records: Mapping[Plane, Tensor]) -> BoundExpert:
         return self.combine(self.bind_draft(records[Plane.HI]), self.bind_low(records[Plane.LO]))

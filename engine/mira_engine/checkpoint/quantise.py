@@ -85,6 +85,31 @@ def split_planes(codes: Tensor) -> tuple[Tensor, Tensor]:
     return hi, codes - PLANE_BASE * hi
 
 
+def complete_planes(
+    weight: Tensor, high: Tensor, high_scales: Tensor, group_size: int
+) -> tuple[Tensor, Tensor]:
+    """Splits a matrix into nested planes around high codes that are given.
+
+    With `s = high_scales / 16`: `hi = clamp(high, -7, 7)`, `lo = clamp(round(w / s) - 16 * hi,
+    -8, 7)`. Where the high code is the nearest one, both planes together are INT8; where it is
+    not, the low plane stops at its bound, and the weight keeps what is beyond as an error.
+
+    Args:
+        weight: `[N, K]`.
+        high: `[N, K]`, codes -8..7; -8 becomes -7, so that joined codes fit a signed byte.
+        high_scales: `[N, K / group_size]` bfloat16, as stored.
+        group_size: Inputs that share a scale.
+
+    Returns:
+        hi in -7..7 and lo in -8..7, int16.
+    """
+    scales = (high_scales.to(torch.float32) / PLANE_BASE).clamp_min(SCALE_EPS / NESTED_MAX)
+    spread = scales.repeat_interleave(group_size, dim=1)
+    hi = high.to(torch.int16).clamp(-INT4_MAX, INT4_MAX)
+    lo = torch.round(weight.to(torch.float32) / spread) - PLANE_BASE * hi
+    return hi, lo.clamp(-INT4_MAX - 1, INT4_MAX).to(torch.int16)
+
+
 def shared_unit_scales(up: Tensor, down: Tensor) -> Tensor:
     """One scale per hidden unit r: `max(a_r, eps) / 127`, bfloat16 `[R]`.
 

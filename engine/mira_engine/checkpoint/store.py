@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from ..errors import CheckpointError, StoreError
-from ..types import RECORD_ALIGNMENT, ExpertShape, Plane, Precision
+from ..types import RECORD_ALIGNMENT, ExpertShape, Plane, Precision, Rounding
 from .files import MANIFEST_FILE
 from .formats import ExpertFormat, make_format
 from .shards import read_bytes, read_header
@@ -53,6 +53,8 @@ class StoreManifest:
         source: Where the weights came from, for people.
         revision: Fingerprint of the checkpoint.
         files: Every file by name.
+        rounding: How the INT4 codes of the draft's plane were chosen.
+        calibration: Fingerprint of what they were chosen by, empty where each is the nearest.
     """
 
     precision: Precision
@@ -66,6 +68,8 @@ class StoreManifest:
     revision: str
     files: Mapping[str, StoredFile] = field(default_factory=dict)
     version: int = STORE_VERSION
+    rounding: Rounding = Rounding.NEAREST
+    calibration: str = ""
 
     @classmethod
     def of_format(
@@ -135,10 +139,12 @@ class StoreManifest:
                 hint=_PREPARE_AGAIN,
             )
         try:
+            raw = {"rounding": Rounding.NEAREST, "calibration": ""} | raw  # Older stores.
             known = {name: raw[name] for name in (item.name for item in fields(cls))}
             known["precision"] = Precision(raw["precision"])
             known["shape"] = ExpertShape(**raw["shape"])
             known["planes"] = {Plane(name): int(size) for name, size in raw["planes"].items()}
+            known["rounding"] = Rounding(raw["rounding"])
             known["files"] = {name: StoredFile(**entry) for name, entry in raw["files"].items()}
             return cls(**known)
         except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..library import ModelHome
-from ..types import ExpertShape, Precision
+from ..types import ExpertShape, Precision, Rounding
+from . import gptq_store
 from .backbone import BackboneWriter, backbone_revision, write_backbone
-from .convert import checkpoint_revision, convert_experts, store_writer
+from .convert import checkpoint_revision, convert_experts, planned_manifest
 from .experts import CheckpointExperts
 from .formats import make_format
 from .progress import Progress
@@ -31,26 +32,38 @@ class CheckpointWork:
 
     @classmethod
     def of_home(
-        cls, home: ModelHome, checkpoint: CheckpointExperts, precision: Precision
+        cls,
+        home: ModelHome,
+        checkpoint: CheckpointExperts,
+        precision: Precision,
+        draft: Rounding | None = None,
     ) -> CheckpointWork:
         """Opens the writers of a home, whose lock is held.
+
+        A store whose draft's codes GPTQ has chosen from these weights stays, unless `draft` is
+        `NEAREST`; one of other weights goes.
 
         Raises:
             FormatError: A format cannot hold these experts.
             PrepareError: A folder cannot be written.
         """
         revision = checkpoint_revision(checkpoint)
+        writers = {}
+        for each in home.needed_precisions(precision):
+            planned = planned_manifest(checkpoint, each, source=home.title, revision=revision)
+            if draft is Rounding.NEAREST:
+                gptq_store.give_up(home, each)
+            if gptq_store.finished_manifest(home, each, planned) is not None:
+                gptq_store.drop_store(home.nearest_store_dir(each))  # A kill may have left it.
+            else:
+                gptq_store.drop_store(home.gptq_store_dir(each))
+                writers[each] = StoreWriter(home.nearest_store_dir(each), planned)
         return cls(
             checkpoint=checkpoint,
             backbone=BackboneWriter(
                 checkpoint, home.backbone_dir, revision=backbone_revision(checkpoint, revision)
             ),
-            writers={
-                each: store_writer(
-                    checkpoint, home.store_dir(each), each, source=home.title, revision=revision
-                )
-                for each in home.needed_precisions(precision)
-            },
+            writers=writers,
         )
 
     @property

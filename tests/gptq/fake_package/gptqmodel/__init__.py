@@ -1,0 +1,1 @@
+"""Stands in for GPTQModel: the same names, another and quick choice of codes."""
