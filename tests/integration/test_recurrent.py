@@ -191,6 +191,18 @@ def test_reply_broken_off_anywhere_goes_on_from_where_the_round_began(
     assert True in is_kept
 
 
+@pytest.mark.parametrize("running", ["jamba", "qwen3_next"], indirect=True)
+def test_prompt_broken_off_keeps_the_chunks_that_were_read(running: Speculating) -> None:
+    engine, prompt = running.engine, _prompt(40)
+    plain, first = running.plain(prompt, 4), prompt[: BASE.prefill_chunk_tokens]
+    num_calls = _count_checks(running, lambda: running.reply(first, 1, 0))
+    engine.state.reset()
+    assert _broken_off(running, prompt, num_calls + 2) == []
+    assert engine.state.tokens == first
+    assert running.reply(prompt, 4, 0) == plain
+    assert engine.stats().num_cached_tokens == len(first)
+
+
 def _count_checks(running: Speculating, act: Callable[[], object]) -> int:
     """How often the engine asks whether it is cancelled."""
     calls = 0
