@@ -127,8 +127,9 @@ async def test_quitting_in_a_reply_keeps_it_as_stopped_and_starts_no_engine_agai
     async with scene.app.run_test(size=SIZE) as pilot:
         await scene.streaming(pilot)
         assert state_text(scene.app) == "answering"
-        await pilot.press("ctrl+q")
-    scene.app.wait_for_engines()
+        await scene.app.action_quit()
+        scene.app.wait_for_engines()
+        await scene.app._poll()
     head = scene.controller.conversation.head
     assert head.status is TurnStatus.STOPPED
     assert head.content == "An *expert* is one of many small feed-forward"

@@ -138,8 +138,8 @@ class MiraApp(LastingApp):
     # -- polling
 
     async def _poll(self) -> None:
-        if not self.is_running:
-            return  # the screens are being taken down
+        if self._is_leaving or not self.is_running:
+            return  # the engines end, and the screens are taken down
         update = self.controller.poll()
         self.chat_screen.show_remark(self.models_screen.put_off_text)
         for screen in (self.models_screen, self.chat_screen, *self._screens_above()):

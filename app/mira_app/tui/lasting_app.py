@@ -1,8 +1,9 @@
 """An app that remembers from one time to the next, stops when it is told to, and ends in order.
 
-Order of the end: no more polls, since one would take an engine that ends for one that died;
-what the reply under way had come to is kept as stopped; draft and state are written; the
-engines begin to end, each in a thread of its own; the history is closed; the screen goes.
+Order of the end: what the reply under way had come to is kept as stopped; draft and state
+are written; the engines begin to end, each in a thread of its own, and there are no more
+polls, since one would take an engine that ends for one that died; the history is closed;
+the screen goes.
 The process outlives the screen by what the engines need, `QUIT_GRACE_S` and a second at most.
 """
 
@@ -17,7 +18,6 @@ from typing import TYPE_CHECKING
 
 from mira_engine.api import MiraError
 from textual.actions import SkipAction
-from textual.timer import Timer
 
 from mira_app.app_state import AppState, StateFile
 from mira_app.controller import ChatController
@@ -45,8 +45,6 @@ class LastingApp(HistoryApp):
     Args of the constructor: the controller; the history; where files are, `None` to remember
     nothing; who downloads and prepares models; what is wrong from the beginning.
     """
-
-    _poll_timer: Timer
 
     def __init__(
         self,
@@ -141,11 +139,14 @@ class LastingApp(HistoryApp):
         is_in_field = bool(getattr(self.focused, "selected_text", ""))
         return is_in_field or bool(self.screen.get_selected_text())
 
+    @property
+    def _is_leaving(self) -> bool:
+        return bool(self._ends)
+
     async def action_quit(self) -> None:
         """Keeps what is to be remembered and leaves; the engines end behind the screen."""
-        if self._ends:
+        if self._is_leaving:
             return
-        self._poll_timer.stop()
         self.controller.keep_unfinished()
         await self._remember()
         self._begin_end()
