@@ -33,7 +33,7 @@ from .checkpoint.schedule import SpaceNeed
 from .checkpoint.shard_stream import ShardStream
 from .checkpoint.store import StoreManifest
 from .checkpoint.work import CheckpointWork, refuse_formats
-from .checkpoint.writing import disk_errors, require_space, write_json
+from .checkpoint.writing import MOVE_DATA, disk_errors, require_space, write_json
 from .errors import CheckpointError, PrepareError
 from .library import SOURCE_FILE, ModelHome
 from .model.chat import check_chat_files
@@ -181,7 +181,9 @@ class _HubJob:
         if self._is_begun(home, found) or self._is_deleting(home, found, has_room):
             self._use_up(home, found, hub_home.folder_figures(found.folder))
         else:
-            _make(home, checkpoint, self.precision, self.progress)
+            is_way_out = not has_room and hub_home.may_delete(home, found)
+            ways_out = f"give --delete-download, or {MOVE_DATA}" if is_way_out else MOVE_DATA
+            _make(home, checkpoint, self.precision, self.progress, elsewhere=ways_out)
 
     def _use_up(self, home: ModelHome, found: HubCheckpoint, figures: Preflight) -> None:
         """Makes the model shard by shard; each is brought when it is needed, then deleted."""
@@ -283,12 +285,18 @@ def _make_builtin(home: ModelHome, precision: Precision, progress: Progress) -> 
 
 
 def _make(
-    home: ModelHome, checkpoint: CheckpointExperts, precision: Precision, progress: Progress
+    home: ModelHome,
+    checkpoint: CheckpointExperts,
+    precision: Precision,
+    progress: Progress,
+    *,
+    elsewhere: str = MOVE_DATA,
 ) -> None:
     """Makes what is missing of weights that are all here."""
     work = CheckpointWork.of_home(home, checkpoint, precision)
     if missing := work.missing_bytes:
-        require_space(home.root, missing + SPARE_BYTES, f"Preparing {home.title}")
+        what = f"Preparing {home.title}"
+        require_space(home.root, missing + SPARE_BYTES, what, elsewhere=elsewhere)
     if not (home.is_builtin or home.is_hub):
         write_json(home.root / SOURCE_FILE, {"folder": str(home.checkpoint_dir)})
     work.run(progress)
