@@ -55,14 +55,14 @@ class LineProgress:
     def __init__(self, out: TextIO, now: Callable[[], float] = time.monotonic) -> None:
         self._out = out
         self._meter = RateMeter(now)
-        self._last: tuple[str, int] | None = None
+        self._tenths: dict[str, int] = {}
 
     def show(self, progress: PrepareProgress) -> None:
-        """Prints a line when a new step or a new tenth of it begins."""
+        """Prints a line when a new step or a new tenth of it begins; steps may take turns."""
         rate = self._meter.add(progress)
         tenth = 10 * progress.done // progress.total if progress.total else 0
-        if (progress.step, tenth) != self._last:
-            self._last = (progress.step, tenth)
+        if self._tenths.get(progress.step) != tenth:
+            self._tenths[progress.step] = tenth
             print(f"prepare: {progress_text(progress, rate)}", file=self._out, flush=True)
 
     def close(self) -> None:

@@ -33,7 +33,7 @@ from .checkpoint.schedule import SpaceNeed
 from .checkpoint.shard_stream import ShardStream
 from .checkpoint.store import StoreManifest
 from .checkpoint.work import CheckpointWork, refuse_formats
-from .checkpoint.writing import disk_errors, require_space, write_json
+from .checkpoint.writing import MOVE_DATA, disk_errors, require_space, write_json
 from .errors import CheckpointError, PrepareError
 from .library import SOURCE_FILE, ModelHome
 from .model.chat import check_chat_files
@@ -186,7 +186,9 @@ class _HubJob:
         if self._is_begun(home, found) or self._is_deleting(home, found, has_room):
             self._use_up(home, found, hub_home.folder_figures(found.folder))
         else:
-            _make(home, checkpoint, self.precision, self.progress, self.draft)
+            is_way_out = not has_room and hub_home.may_delete(home, found)
+            ways_out = f"give --delete-download, or {MOVE_DATA}" if is_way_out else MOVE_DATA
+            _make(home, checkpoint, self.precision, self.progress, self.draft, elsewhere=ways_out)
 
     def _use_up(self, home: ModelHome, found: HubCheckpoint, figures: Preflight) -> None:
         """Makes the model shard by shard; each is brought when it is needed, then deleted."""
@@ -299,11 +301,14 @@ def _make(
     precision: Precision,
     progress: Progress,
     draft: Rounding | None,
+    *,
+    elsewhere: str = MOVE_DATA,
 ) -> None:
     """Makes what is missing of weights that are all here."""
     work = CheckpointWork.of_home(home, checkpoint, precision, draft)
     if missing := work.missing_bytes:
-        require_space(home.root, missing + SPARE_BYTES, f"Preparing {home.title}")
+        what = f"Preparing {home.title}"
+        require_space(home.root, missing + SPARE_BYTES, what, elsewhere=elsewhere)
     if not (home.is_builtin or home.is_hub):
         write_json(home.root / SOURCE_FILE, {"folder": str(home.checkpoint_dir)})
     work.run(progress)

@@ -301,6 +301,22 @@ def test_disk_without_room_either_way_is_told_before_a_weight_is_asked_for(
     assert not server.bodies(SHARD)
 
 
+def test_disk_without_room_beside_a_whole_download_names_the_option_or_deletes_of_itself(
+    library, published, whole, free, cached
+):
+    make(library, is_deleted=False)
+    figures = folder_figures(published)
+    made = figures.store_bytes(Precision.INT8) + figures.store_bytes(Precision.INT4)
+    free(SPARE_BYTES + 3 * made // 4)
+    with pytest.raises(DiskSpaceError) as caught:
+        make(library, precision=Precision.INT8, is_deleted=False)
+    assert "give --delete-download" in caught.value.hint
+    assert cached() == set(SHARDS)
+    assert "download-deleted" in make(library, precision=Precision.INT8, is_deleted=None)
+    assert library.resolve(REPO).is_ready(Precision.INT8)
+    assert not cached()
+
+
 # -- faults, cancelled, killed ------------------------------------------------------------
 
 

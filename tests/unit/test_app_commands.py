@@ -230,6 +230,19 @@ def test_time_left_is_short(seconds, text):
     assert duration_text(seconds) == text
 
 
+def test_progress_of_steps_that_take_turns_is_a_line_for_each_tenth():
+    out = io.StringIO()
+    display = LineProgress(out, now=lambda: 0.0)
+    for shard in range(100):
+        for step in ("download", "backbone", "convert"):
+            display.show(
+                api.PrepareProgress(
+                    request_id="r", step=step, done=shard + 1, total=100, unit="files"
+                )
+            )
+    assert len(out.getvalue().splitlines()) == 3 * 11
+
+
 def test_pull_prepares_even_what_looks_ready(mira):
     assert mira("pull", "builtin").returncode == 0
     again = mira("pull", "builtin")

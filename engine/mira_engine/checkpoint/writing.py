@@ -25,6 +25,8 @@ from ..errors import DiskSpaceError, PrepareError
 from .shards import TORCH_DTYPES
 
 PARTIAL_SUFFIX = ".partial"
+MOVE_DATA = "choose another data directory"
+"""What helps where the data's disk is too small."""
 
 _DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -63,9 +65,7 @@ def is_one_disk(path: Path, other: Path) -> bool:
     return os.stat(path).st_dev == os.stat(other).st_dev
 
 
-def require_space(
-    path: Path, needed_bytes: int, what: str, *, elsewhere: str = "choose another data directory"
-) -> None:
+def require_space(path: Path, needed_bytes: int, what: str, *, elsewhere: str = MOVE_DATA) -> None:
     """Checks that a job's files will fit before it begins.
 
     Raises:
