@@ -64,6 +64,25 @@ _LISTED_BESIDE_IMAGES = ("mistral4",)
 FAMILIES = tuple(_FAMILY_FIELDS)
 """The families, by transformers' `model_type`."""
 
+FORMS = (
+    "mixtral",
+    "qwen2_moe",
+    "gpt_oss",
+    "granitemoe",
+    "ernie4_5_moe",
+    "lfm2_moe",
+    "jamba",
+    "nemotron_h",
+    "inkling_text",
+    "deepseek_v4",
+    "aria",
+    "gemma4",
+    "qwen3_vl_moe",
+    "muse_spark",
+)
+"""One family for each way in which checkpoints hold experts: one by one under several names,
+all in one tensor, transposed, interleaved, with biases, without gates, beside a norm."""
+
 
 def tiny_config(family: str, *, has_windows: bool = True) -> PreTrainedConfig:
     """Returns the family's configuration in its tiny shape.

@@ -56,7 +56,7 @@ def stamps(home):
     }
 
 
-@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+@pytest.mark.parametrize("family", tiny_models.FORMS)
 def test_float32_store_holds_every_expert_exactly(family, tiny_checkpoint, home_of):
     folder = tiny_checkpoint(family)
     home = home_of(folder)
@@ -101,7 +101,7 @@ def test_bf16_store_of_a_bf16_checkpoint_is_exact_and_of_a_float32_one_rounds(
         assert torch.equal(got.up, wanted.float()) == (dtype == torch.bfloat16)
 
 
-@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+@pytest.mark.parametrize("family", tiny_models.FORMS)
 def test_backbone_has_the_checkpoints_own_tensors_and_files(family, tiny_checkpoint, home_of):
     folder = tiny_checkpoint(family, tokenizer=True)
     home = home_of(folder)
