@@ -110,7 +110,9 @@ def prepare(
     if home.is_ready(precision) and is_checkpoint_gone(home) and draft is not Rounding.NEAREST:
         outline = read_outline(home.root)
         if outline is not None and outline.precision is precision:
-            forget_outline(home.root)  # Of a run that was killed behind its last step.
+            with locked(home):  # What a run left that was killed behind its last step.
+                hub_home.tidy(home)
+                forget_outline(home.root)
         return
     if home.is_hub:
         job = _HubJob(
@@ -209,7 +211,7 @@ class _HubJob:
             )
         work = CheckpointWork.of_home(home, checkpoint, self.precision, self.draft)
         is_deleting = self.is_deleted is not False and hub_home.may_delete(home, found)
-        hub_home.begin(home, found)
+        hub_home.begin(home, found, is_deleting=is_deleting)
         stream = ShardStream(
             checkpoint,
             work.backbone,

@@ -317,6 +317,27 @@ def test_disk_without_room_beside_a_whole_download_names_the_option_or_deletes_o
     assert not cached()
 
 
+def test_ready_model_whose_run_was_killed_at_its_end_is_tidied_without_a_hub(library, server):
+    outlines = []
+    home = library.resolve(REPO)
+
+    def keep():
+        path = home.root / OUTLINE_FILE
+        outlines.extend([path.read_text()] if path.exists() else [])
+
+    with before_each_fall(keep):
+        make(library)
+    left = library.resolve(REPO).checkpoint_dir / "config.json"
+    left.parent.mkdir(parents=True)
+    left.write_text("{}")
+    (home.root / OUTLINE_FILE).write_text(outlines[-1])
+    before = len(server.requests)
+    make(library)
+    assert not left.exists()
+    assert not (home.root / OUTLINE_FILE).exists()
+    assert len(server.requests) == before
+
+
 # -- faults, cancelled, killed ------------------------------------------------------------
 
 
@@ -421,7 +442,7 @@ def test_killed_at_ten_moments_while_shards_are_deleted_ends_with_the_same_bytes
     server.requests.clear()
     moments, killed, was_here, gone = random.Random(8), 0, set(), set()
     while killed < 10:
-        said, status = run(child, tmp_path / "data", moments.randint(4, int(num_moments) // 8))
+        said, status = run(child, tmp_path / "data", moments.randint(4, int(num_moments) // 10))
         assert (said, status) == ([], -signal.SIGKILL)
         killed += 1
         home = library.resolve(REPO)

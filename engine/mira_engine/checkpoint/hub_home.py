@@ -179,13 +179,14 @@ def bring(
     _write(home, found, read_source(home.root), is_started=True, is_complete=True)
 
 
-def begin(home: ModelHome, found: HubCheckpoint) -> None:
+def begin(home: ModelHome, found: HubCheckpoint, *, is_deleting: bool = False) -> None:
     """Writes down that a commit is being downloaded or used up, and whether by us.
 
     Raises:
         PrepareError: The file cannot be written.
     """
-    _write(home, found, {"is_ours": _is_ours(home, found)}, is_started=True)
+    states = {"is_started": True, "is_deleting": is_deleting}
+    _write(home, found, {"is_ours": _is_ours(home, found)}, **states)
 
 
 def drop(home: ModelHome, found: HubCheckpoint) -> None:
@@ -194,18 +195,39 @@ def drop(home: ModelHome, found: HubCheckpoint) -> None:
     Raises:
         PrepareError: A file cannot be written or deleted.
     """
-    _write(home, found, read_source(home.root), is_started=True, is_dropped=True)
+    states = {"is_started": True, "is_deleting": True, "is_dropped": True}
+    _write(home, found, read_source(home.root), **states)
     with disk_errors(found.folder):
         hub_cache.drop_revision(found.folder)
 
 
+def tidy(home: ModelHome) -> None:
+    """Deletes what is left of a ready model's download, where it was to be deleted.
+
+    Raises:
+        PrepareError: A file cannot be written or deleted.
+    """
+    source = read_source(home.root)
+    found = HubCheckpoint(
+        folder=home.checkpoint_dir,
+        revision=None,
+        is_complete=False,
+        license=str(source.get("license") or ""),
+    )
+    if source.get("is_deleting") is True and not _is_shared(home, found):
+        drop(home, found)
+
+
 def may_delete(home: ModelHome, found: HubCheckpoint) -> bool:
     """Whether a checkpoint's weights were or will be downloaded for this home alone."""
-    if not _is_ours(home, found):
-        return False
+    return _is_ours(home, found) and not _is_shared(home, found)
+
+
+def _is_shared(home: ModelHome, found: HubCheckpoint) -> bool:
+    """Whether another home's checkpoint is the same snapshot."""
     roots = {path.parent for path in home.root.parent.glob(f"*/{SOURCE_FILE}")} - {home.root}
     others = [read_source(root) for root in roots]
-    return not any(
+    return any(
         each.get("is_started") is True and each.get("snapshot") == str(found.folder)
         for each in others
     )

@@ -23,7 +23,14 @@ from ..types import RECORD_ALIGNMENT, ExpertShape, Plane, Precision, Rounding
 from .files import MANIFEST_FILE
 from .formats import ExpertFormat, make_format
 from .shards import read_bytes, read_header
-from .writing import TensorFileWriter, disk_errors, file_sha256, header_bytes, write_json
+from .writing import (
+    TensorFileWriter,
+    disk_errors,
+    file_sha256,
+    header_bytes,
+    sync_folder,
+    write_json,
+)
 
 STORE_VERSION = 1
 UNFINISHED_FILE = "unfinished.json"
@@ -358,9 +365,10 @@ class StoreWriter:
             PrepareError: The manifest cannot be written.
         """
         assert all(self.is_layer_done(layer) for layer in range(self._manifest.num_layers))
-        self._write_account(MANIFEST_FILE)
+        self._write_account(UNFINISHED_FILE)
         with disk_errors(self.folder):
-            (self.folder / UNFINISHED_FILE).unlink(missing_ok=True)
+            (self.folder / UNFINISHED_FILE).replace(self.folder / MANIFEST_FILE)
+            sync_folder(self.folder)
 
     def _write_account(self, name: str) -> None:
         files = dict(self._ordered_files())
