@@ -158,10 +158,9 @@ def test_what_requests_share_is_read_once(model, monkeypatch):
 
     monkeypatch.setattr(passes, "forward", count)
     model._engine.state.reset()
-    answers = [" a", " b", " c", " d"]
-    context = QUESTION.rstrip()
-    model.loglikelihood([asked(context, answer) for answer in answers])
-    assert sum(sizes) == len(context) + 1 + 3 * 2
+    contexts = [QUESTION.rstrip(), "Another question altogether:"]
+    model.loglikelihood([asked(one, answer) for answer in (" a", " b", " c") for one in contexts])
+    assert sum(sizes) == sum(len(one) + 1 + 2 * 2 for one in contexts)
 
 
 def test_rolling_windows_predict_each_token_once_with_all_context_that_fits(adapter):
