@@ -135,6 +135,11 @@ def _standing_in(module: nn.Module, others: Mapping[str, nn.Module]) -> Iterator
         children.update(kept)
 
 
+def _is_padding(attention_mask: torch.Tensor | None) -> bool:
+    """Whether a mask leaves anything out; some families make one that does not."""
+    return attention_mask is not None and not bool(attention_mask.all())
+
+
 class _Mixer:
     """Runs one mixer in the model's place.
 
@@ -186,7 +191,7 @@ class _Mixer:
         is_recording = cache is not None and cache is self._recorded_cache
         if (
             hidden_states.shape[1] == 1
-            or attention_mask is not None
+            or _is_padding(attention_mask)
             or cache is None
             or not (is_recording or self._is_restarting)
             or not cache.has_previous_state(self._layer_index)
