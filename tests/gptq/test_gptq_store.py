@@ -139,6 +139,7 @@ def test_store_stopped_in_a_layer_goes_on_behind_the_finished_ones(case):
 def test_home_gives_the_chosen_store_only_once_it_is_whole(case):
     home, checkpoint, planned = case()
     nearest = home.nearest_store_dir(Precision.INT4)
+    home.gptq_store_dir(Precision.INT4).mkdir(parents=True)  # Half deleted: without a manifest.
     assert home.store_dir(Precision.INT4) == nearest
     nearest.mkdir(parents=True)
     (nearest / MANIFEST_FILE).write_text("{}")
