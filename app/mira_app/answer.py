@@ -178,6 +178,7 @@ class Answerer:
         calibration: str | None = None,
         is_download_deleted: bool | None = None,
         draft: Rounding | None = None,
+        draft_from: str | None = None,
     ) -> None:
         """Makes the chosen model ready, unless it is and nothing else is asked for.
 
@@ -188,6 +189,7 @@ class Answerer:
             is_download_deleted: Whether downloaded files go once they are converted, `None`
                 where the disk has no room for both.
             draft: How the draft's codes are chosen, `None` to leave them as they are.
+            draft_from: Folder of a GPTQ checkpoint whose codes the draft takes.
 
         Raises:
             MiraError: Something failed.
@@ -195,7 +197,10 @@ class Answerer:
         """
         engine = self._settings.engine
         entry = self._catalog.find(self._settings.model, engine.precision)
-        if entry.is_ready and not (is_predicting or is_forced or is_download_deleted or draft):
+        is_draft_wanted = draft is not None or draft_from is not None
+        if entry.is_ready and not (
+            is_predicting or is_forced or is_download_deleted or is_draft_wanted
+        ):
             return
         call = self._client.submit(
             PrepareModel(
@@ -206,6 +211,7 @@ class Answerer:
                 calibration=calibration,
                 is_download_deleted=is_download_deleted,
                 draft=draft,
+                draft_from=draft_from,
             )
         )
         display = self._make_progress(self._err)

@@ -286,6 +286,7 @@ class PrepareModel:
         is_download_deleted: Whether each file downloaded from the hub is deleted as soon as it
             is converted; `None` where the disk has no room to keep them all.
         draft: How the draft's INT4 codes are chosen, `None` to leave them as they are.
+        draft_from: Folder of a GPTQ checkpoint of the same model, whose codes the draft takes.
     """
 
     request_id: str
@@ -295,6 +296,7 @@ class PrepareModel:
     calibration: str | None = None
     is_download_deleted: bool | None = None
     draft: Rounding | None = None
+    draft_from: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

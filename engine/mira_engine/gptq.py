@@ -1,5 +1,7 @@
 """Makes the draft of a prepared model anew by GPTQ: record, quantise, put in place.
 
+Or takes the codes of a GPTQ checkpoint of the same model as they are.
+
 One resumable job per model. The prompts are read through the model itself, which records
 what reaches each expert; then a process of its own chooses the codes expert by expert.
 The model stays usable with the draft that it has until the new one is whole. Recorded
@@ -17,6 +19,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 import psutil
 from mira_assets.calibration import calibration_prompts
@@ -26,6 +29,8 @@ from .checkpoint import gptq_store
 from .checkpoint.convert import checkpoint_revision, planned_manifest
 from .checkpoint.experts import CheckpointExperts
 from .checkpoint.gptq_calibrated import working_bytes
+from .checkpoint.gptq_checkpoint import GptqExperts
+from .checkpoint.gptq_given import GivenCodes
 from .checkpoint.gptq_process import GptqJob, require_gptqmodel, run_job
 from .checkpoint.gptq_store import STEP
 from .checkpoint.preflight import SPARE_BYTES
@@ -111,6 +116,55 @@ def make_gptq_draft(
     _tell_fallbacks(home, held, manifest, on_notice)
 
 
+def take_gptq_draft(
+    home: ModelHome,
+    precision: Precision,
+    folder: Path,
+    *,
+    on_progress: OnProgress,
+    on_notice: OnNotice,
+    is_cancelled: Callable[[], bool] = lambda: False,
+) -> None:
+    """Gives a prepared model a draft with the codes of a GPTQ checkpoint, unless it has that one.
+
+    Args:
+        home: A model that is ready in `precision`, its own checkpoint still here.
+        precision: Format of the target.
+        folder: The same model's GPTQ checkpoint, INT4 and symmetric.
+        on_progress: Called with step, done, total, unit, detail.
+        on_notice: Told where the target changes too.
+        is_cancelled: Asked between experts.
+
+    Raises:
+        StoreError: The model is not prepared in that precision.
+        ModelError: The folder holds no GPTQ form of this model, or is damaged.
+        PrepareError: The model's checkpoint is gone, another process works on it, or a file
+            cannot be written.
+        DiskSpaceError: There is no room.
+        CancelledError: Somebody asked to stop; finished layers are kept.
+    """
+    checkpoint = _open_checkpoint(home, precision)
+    given, held = GptqExperts(folder), home.draft_precision(precision)
+    chooser = GivenCodes(checkpoint, given)
+    planned = planned_manifest(
+        checkpoint, held, source=home.title, revision=checkpoint_revision(checkpoint)
+    )
+    calibration = f"checkpoint {given.shards.fingerprint()}"
+    manifest = gptq_store.chosen_manifest(planned, calibration)
+    progress = Progress(on_progress=on_progress, is_cancelled=is_cancelled)
+    with locked(home):
+        found = gptq_store.finished_manifest(home, held, planned)
+        if found is not None and found.calibration == calibration:
+            return
+        _tell_target(held, on_notice)
+        writer = StoreWriter(gptq_store.unfinished_dir(home, held), manifest)
+        if not writer.is_finished:
+            require_space(home.root, writer.missing_bytes + SPARE_BYTES, "The GPTQ draft")
+            gptq_store.write_store(checkpoint, writer, held, chooser, progress)
+        gptq_store.put_in_place(home, held)
+        gptq_store.drop_store(home.draft_dir)
+
+
 def _open_checkpoint(home: ModelHome, precision: Precision) -> CheckpointExperts:
     if not home.is_ready(precision):
         raise StoreError(
@@ -154,9 +208,13 @@ def _announce(
         "and its layer's inputs."
     )
     on_notice(Notice(code="gptq-memory", text=text))
+    _tell_target(held, on_notice)
+
+
+def _tell_target(held: Precision, on_notice: OnNotice) -> None:
     if held is Precision.NESTED:
         text = (
-            "With nested, the codes that GPTQ chooses are half of the target as well, which "
+            "With nested, the codes of GPTQ are half of the target as well, which "
             "strays further from the full model then; targets in int8 and bf16 stay as they are."
         )
         on_notice(Notice(code="gptq-target", text=text))

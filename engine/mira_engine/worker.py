@@ -257,7 +257,7 @@ class Worker:
         )
         if job.is_predicting:
             self._calibrate(job, home, prompts, on_progress)
-        if job.draft is Rounding.GPTQ:
+        if job.draft is Rounding.GPTQ or job.draft_from is not None:
             self._make_draft(job, prompts, on_progress)
         self._writer.send(
             PrepareDone(request_id=job.request_id, model=job.model, precision=job.precision)
@@ -291,10 +291,21 @@ class Worker:
         self, job: PrepareModel, prompts: Sequence[str] | None, on_progress: OnProgress
     ) -> None:
         """Makes the draft by GPTQ, last: all else is there and in use meanwhile."""
-        from .gptq import make_gptq_draft
+        from .gptq import make_gptq_draft, take_gptq_draft
 
+        home = self._library.resolve(job.model)  # Anew: a download has moved the checkpoint.
+        if job.draft_from is not None:
+            take_gptq_draft(
+                home,
+                job.precision,
+                Path(job.draft_from),
+                on_progress=on_progress,
+                on_notice=self._writer.send,
+                is_cancelled=lambda: self._is_cancelled(job.request_id),
+            )
+            return
         make_gptq_draft(
-            self._library.resolve(job.model),  # Anew: a download has moved the checkpoint.
+            home,
             job.precision,
             prompts=prompts,
             on_progress=on_progress,

@@ -96,6 +96,21 @@ def test_command_passes_the_draft_on(answerer, monkeypatch, flags, draft):
     assert asked["draft"] is draft
 
 
+def test_command_passes_the_folder_of_given_codes_on(answerer, monkeypatch, tmp_path):
+    monkeypatch.setattr(
+        sys, "argv", ["mira-chat", "prepare", "builtin", "--draft-from", str(tmp_path)]
+    )
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert not ended.value.code
+    assert answerer.asked[0]["draft_from"] == str(tmp_path)
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--draft", "gptq"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    assert len(answerer.asked) == 1
+
+
 def test_command_refuses_another_draft(answerer, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["mira-chat", "prepare", "builtin", "--draft", "awq"])
     with pytest.raises(SystemExit) as ended:

@@ -35,6 +35,15 @@ Draft = Annotated[
         show_default=False,
     ),
 ]
+DraftFrom = Annotated[
+    Path | None,
+    typer.Option(
+        "--draft-from",
+        metavar="FOLDER",
+        help="Take the draft's INT4 codes from a GPTQ checkpoint of the same model.",
+        show_default=False,
+    ),
+]
 
 
 DeleteDownload = Annotated[
@@ -59,6 +68,7 @@ def prepare(
     calibration: Calibration = None,
     is_download_deleted: DeleteDownload = None,
     draft: Draft = None,
+    draft_from: DraftFrom = None,
     is_plain: Plain = False,
 ) -> None:
     """Makes a model ready: fetches, checks, converts, trains predictors. Goes on where it was
@@ -66,6 +76,8 @@ def prepare(
     """
     if no_predictors and calibration is not None and draft is not Rounding.GPTQ:
         raise typer.BadParameter("--calibration makes predictors, --no-predictors makes none")
+    if draft is not None and draft_from is not None:
+        raise typer.BadParameter("--draft-from says how the draft is made, so leave --draft out")
     _make_ready(
         model,
         flags,
@@ -73,6 +85,7 @@ def prepare(
         calibration=calibration,
         is_download_deleted=is_download_deleted,
         draft=draft,
+        draft_from=draft_from,
         is_plain=is_plain,
         is_forced=False,
     )
@@ -98,6 +111,7 @@ def pull(
         calibration=None,
         is_download_deleted=is_download_deleted,
         draft=None,
+        draft_from=None,
         is_plain=is_plain,
         is_forced=True,
     )
@@ -111,6 +125,7 @@ def _make_ready(
     calibration: Path | None,
     is_download_deleted: bool | None,
     draft: Rounding | None,
+    draft_from: Path | None,
     is_plain: bool,
     is_forced: bool,
 ) -> None:
@@ -123,5 +138,6 @@ def _make_ready(
                 calibration=None if calibration is None else str(calibration.absolute()),
                 is_download_deleted=is_download_deleted,
                 draft=draft,
+                draft_from=None if draft_from is None else str(draft_from.absolute()),
             )
         typer.echo(f"{model} is ready in {settings.engine.precision}.", err=True)
