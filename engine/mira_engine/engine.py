@@ -19,6 +19,7 @@ from .config import EngineConfig, SamplingConfig
 from .conversing import ChatStream, ReplyEvent
 from .errors import (
     CancelledError,
+    ConfigError,
     ContextLengthError,
     StoreError,
     check_cancelled,
@@ -173,7 +174,7 @@ class Engine:
             *_open_stores(self.home, config.precision),
             profile_dir=self._profile_dir,
             on_notice=lambda notice: None,
-            reusable_bytes=min(self.plan.total_bytes, self._probe.held_bytes()),
+            reusable_bytes=min(self.plan.total_bytes, self._held_bytes()),
         )
 
     def adopt(self, config: EngineConfig, load_plan: LoadPlan) -> None:
@@ -616,6 +617,9 @@ class Engine:
                 "cache, or their positions at this length, cannot be shared by a batch.",
             )
             return in_turn(requests, self.reply)
+        if self.config.gpu is not None:
+            self._tell_once("batch-in-turn", "On a card requests are answered one after another.")
+            return in_turn(requests, self.reply)
         is_seeded = any(self._is_seed_at_stake(request.sampling) for request in requests)
         decoder = BatchDecoder(
             requests,
@@ -642,11 +646,15 @@ class Engine:
         """Searches with transformers' own beams; the conversation keeps its state.
 
         Raises:
-            ConfigError: A width below 1 or above 32.
+            ConfigError: A width below 1 or above 32, or a card computes.
             ContextLengthError: Prompt and answer do not fit the context.
             BudgetError: The plan has no memory for so many beams.
             CancelledError: `cancel` was called.
         """
+        if self.config.gpu is not None:
+            raise ConfigError.for_field(
+                "gpu", self.config.gpu, "Beams are searched on the processor: leave --gpu out."
+            )
         self.take_compiled()
         self.executor.meter = ReplyMeter()
         try:
@@ -682,9 +690,21 @@ class Engine:
         """Returns the figures of the running or the last reply."""
         return self.executor.meter.snapshot(
             expert_peak_bytes=self.executor.expert_bytes,
-            peak_memory_bytes=self._probe.peak_bytes(),
+            peak_memory_bytes=self._peak_bytes(),
             planned_memory_bytes=self.plan.total_bytes,
         )
+
+    def _peak_bytes(self) -> int:
+        """The most memory held: of the card where one computes, else of the process."""
+        if self.config.gpu is None:
+            return self._probe.peak_bytes()
+        return gpu_device.peak_device_bytes(self.config.gpu)
+
+    def _held_bytes(self) -> int:
+        """Memory that this model holds now, on the device."""
+        if self.config.gpu is None:
+            return self._probe.held_bytes()
+        return self.plan.total_bytes
 
     def residency_sample(self, request_id: str) -> ResidencySample:
         """Returns where every expert is, and how busy: counted since the first call."""

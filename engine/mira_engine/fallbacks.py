@@ -40,7 +40,7 @@ def load_fallbacks(
     is_unpacked = fmt.group_size is not None and (
         fmt.layout == Int4Layout.ROWS or not fmt.is_native
     )
-    if is_unpacked and config.dtype is ComputeDtype.BFLOAT16:
+    if is_unpacked and config.dtype is ComputeDtype.BFLOAT16 and config.gpu is None:
         text = (
             "INT4 experts are unpacked for every use: this processor has no packed kernel "
             "for them, or their sizes do not fit it."

@@ -255,7 +255,7 @@ def _is_draft_free(facts: ModelFacts, config: EngineConfig) -> bool:
 
 def _known_rates(config: EngineConfig, profile_dir: Path | None) -> MachineRates | None:
     """This machine's rates if they were measured before; loading measures nothing."""
-    if profile_dir is None:
+    if profile_dir is None or config.gpu is not None:  # Rates are the processor's.
         return None
     profile = MachineProfile(profile_dir / PROFILE_FILE)
     rates = profile.rates(torch.get_num_threads(), psutil.virtual_memory().available)

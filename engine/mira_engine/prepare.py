@@ -107,7 +107,10 @@ def prepare(
             _make_builtin(home, precision, progress)
             _make(home, CheckpointExperts(home.checkpoint_dir), precision, progress, draft)
         return
-    if home.is_ready(precision) and is_checkpoint_gone(home) and draft is not Rounding.NEAREST:
+    is_draft_given_up = draft is Rounding.NEAREST and any(
+        home.gptq_store_dir(each).exists() for each in home.needed_precisions(precision)
+    )
+    if home.is_ready(precision) and is_checkpoint_gone(home) and not is_draft_given_up:
         outline = read_outline(home.root)
         if outline is not None and outline.precision is precision:
             with locked(home):  # What a run left that was killed behind its last step.
@@ -204,6 +207,7 @@ class _HubJob:
         )
         checkpoint = CheckpointExperts(found.folder, shards.tensors())
         if checkpoint.shards.is_split:
+            forget_outline(home.root)  # Else the next run would believe that this one began.
             raise CheckpointError(
                 "Files of this checkpoint hold weights whose scales are in other files, so they "
                 "cannot be used up one by one.",
@@ -225,6 +229,7 @@ class _HubJob:
         space.require(need, is_deleting=is_deleting)
         self.on_note("space", space.words(need, is_deleting=is_deleting))
         stream.run(self.progress)
+        work.give_up_drafts()
         if is_deleting:
             hub_home.drop(home, found)
         forget_outline(home.root)

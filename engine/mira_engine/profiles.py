@@ -47,6 +47,8 @@ class ProfileKey:
         if link.is_emulated:
             rate = f"{link.bytes_per_s:.0f} bytes/s" if link.bytes_per_s else "own speed"
             machine += f", link {rate} + {link.latency_s:g} s"
+        if config.gpu is not None:
+            machine += f", card {config.gpu}"
         return cls(
             model_revision=model_revision,
             machine=f"{machine}, {config.dtype}, draft of {config.draft_experts} experts",

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from . import wire
-from .errors import CancelledError, MiraError
+from .errors import CancelledError, ConfigError, MiraError
 from .events import (
     PROTOCOL_VERSION,
     Cancel,
@@ -221,6 +221,15 @@ class Worker:
 
         if job.draft is Rounding.GPTQ:
             require_gptqmodel()
+        is_deleted = job.is_download_deleted
+        if job.draft is Rounding.GPTQ:
+            if is_deleted:
+                raise ConfigError(
+                    "A GPTQ draft is made from the downloaded weights, so they cannot be deleted "
+                    "before.",
+                    hint="Leave --delete-download out; mira-chat rm frees them later.",
+                )
+            is_deleted = False
         home = self._library.resolve(job.model)
         prompts = read_prompts(Path(job.calibration)) if job.calibration else None
         preflight(home)
@@ -252,7 +261,7 @@ class Worker:
             draft=job.draft,
             on_progress=on_progress,
             is_cancelled=lambda: self._is_cancelled(job.request_id),
-            is_download_deleted=job.is_download_deleted,
+            is_download_deleted=is_deleted,
             on_note=lambda code, text: self._writer.send(Notice(code=code, text=text)),
         )
         if job.is_predicting:

@@ -62,6 +62,7 @@ def queues(monkeypatch: pytest.MonkeyPatch) -> FakeQueues:
     handle = GpuHandle(device=torch.device("cpu"), queues=made, allocate=pageable)
     monkeypatch.setattr(gpu_device, "open_card", lambda index: handle)
     monkeypatch.setattr(gpu_device, "free_device_bytes", lambda index: 8 << 30)
+    monkeypatch.setattr(gpu_device, "peak_device_bytes", lambda index: 0)
     acquire = CudaTransfer.acquire
 
     def acquire_and_read(self: CudaTransfer, slots) -> None:

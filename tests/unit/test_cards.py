@@ -14,7 +14,6 @@ from mira_engine.runtime.cards import (
     SystemLimits,
     TorchBuild,
     accelerator_facts,
-    choose_card,
     find_cards,
     look_at_limits,
 )
@@ -205,13 +204,3 @@ def test_limits_are_read_from_both_kinds_of_containers(tmp_path: Path) -> None:
     assert look_at_limits(tmp_path).container_bytes == 4096
     (tmp_path / "sys/fs/cgroup/memory.max").write_text("8192\n", encoding="ascii")
     assert look_at_limits(tmp_path).container_bytes == 8192
-
-
-def test_card_is_chosen_by_number_or_by_free_memory() -> None:
-    old = dataclasses.replace(CARD, index=1, capability=(6, 1), free_bytes=48 * GIB)
-    busy = dataclasses.replace(CARD, index=2, free_bytes=GIB)
-
-    assert choose_card([busy, old, CARD], None) == CARD
-    assert choose_card([busy, old, CARD], 2) == busy
-    assert choose_card([CARD], 5) is None
-    assert choose_card([], None) is None

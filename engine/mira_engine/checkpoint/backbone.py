@@ -121,7 +121,9 @@ class BackboneWriter:
 
     @property
     def _state(self) -> list[object]:
-        return [BACKBONE_VERSION, self._revision]
+        # Which tensors are in the file depends on whether copies could be told apart.
+        header, _, _ = self._layout()
+        return [BACKBONE_VERSION, self._revision, hashlib.sha256(header).hexdigest()]
 
     @property
     def shards(self) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from .files import MANIFEST_FILE
 from .formats import ExpertFormat, ExpertTensors, NestedFormat, make_format
 from .progress import Progress
 from .quantised_expert import QuantisedExpert
-from .store import StoreManifest, StoreWriter
+from .store import StoreManifest, StoreWriter, file_name
 from .writing import disk_errors, partial_path, sync_folder, write_json
 
 STEP = "draft"
@@ -71,8 +71,20 @@ def finished_manifest(
         found = StoreManifest.from_file(home.gptq_store_dir(precision) / MANIFEST_FILE)
     except StoreError:
         return None
+    if not _has_all_files(home.gptq_store_dir(precision), found):
+        return None
     as_nearest = replace(found, rounding=Rounding.NEAREST, calibration="")
     return found if as_nearest.is_same_store(planned) else None
+
+
+def _has_all_files(folder: Path, manifest: StoreManifest) -> bool:
+    """Whether every layer's files are there and have their length."""
+    for plane, expected in manifest.file_bytes.items():
+        for layer in range(manifest.num_layers):
+            path = folder / file_name(layer, plane)
+            if not path.exists() or path.stat().st_size != expected:
+                return False
+    return True
 
 
 def write_store(
@@ -148,10 +160,14 @@ def put_in_place(home: ModelHome, precision: Precision) -> None:
     place, made = home.gptq_store_dir(precision), unfinished_dir(home, precision)
     if not (made / MANIFEST_FILE).exists():
         raise PrepareError(f"{made} is no finished store.", hint="Run it again.")
-    drop_store(place)
+    before = place.with_name(f"{place.name}.before")
+    drop_store(before)
     with disk_errors(place):
+        if place.exists():
+            place.rename(before)  # Not deleted first: a kill must not leave the model without.
         made.rename(place)
         sync_folder(place.parent)
+    drop_store(before)
     drop_store(home.nearest_store_dir(precision))
 
 

@@ -24,11 +24,14 @@ class CheckpointWork:
         checkpoint: Where it all comes from.
         backbone: Writes all but the experts.
         writers: Write the experts, by the precision of their store.
+        given_up: Whose stores with codes by GPTQ go once the others are whole.
     """
 
     checkpoint: CheckpointExperts
     backbone: BackboneWriter
     writers: Mapping[Precision, StoreWriter]
+    home: ModelHome
+    given_up: tuple[Precision, ...] = ()
 
     @classmethod
     def of_home(
@@ -48,22 +51,25 @@ class CheckpointWork:
             PrepareError: A folder cannot be written.
         """
         revision = checkpoint_revision(checkpoint)
-        writers = {}
+        writers, given_up = {}, []
         for each in home.needed_precisions(precision):
             planned = planned_manifest(checkpoint, each, source=home.title, revision=revision)
-            if draft is Rounding.NEAREST:
-                gptq_store.give_up(home, each)
-            if gptq_store.finished_manifest(home, each, planned) is not None:
+            found = gptq_store.finished_manifest(home, each, planned)
+            if found is not None and draft is not Rounding.NEAREST:
                 gptq_store.drop_store(home.nearest_store_dir(each))  # A kill may have left it.
-            else:
-                gptq_store.drop_store(home.gptq_store_dir(each))
-                writers[each] = StoreWriter(home.nearest_store_dir(each), planned)
+                continue
+            writers[each] = StoreWriter(home.nearest_store_dir(each), planned)
+            # Only when the other one is whole: the disk may have no room for it.
+            if draft is Rounding.NEAREST or home.gptq_store_dir(each).exists():
+                given_up.append(each)
         return cls(
             checkpoint=checkpoint,
             backbone=BackboneWriter(
                 checkpoint, home.backbone_dir, revision=backbone_revision(checkpoint, revision)
             ),
             writers=writers,
+            home=home,
+            given_up=tuple(given_up),
         )
 
     @property
@@ -86,6 +92,16 @@ class CheckpointWork:
         write_backbone(self.backbone, progress)
         for precision, writer in self.writers.items():
             convert_experts(self.checkpoint, writer, precision, progress)
+        self.give_up_drafts()
+
+    def give_up_drafts(self) -> None:
+        """Deletes stores that were in use until now and are not wanted any more.
+
+        Raises:
+            PrepareError: One cannot be deleted.
+        """
+        for precision in self.given_up:
+            gptq_store.give_up(self.home, precision)
 
 
 def refuse_formats(home: ModelHome, shape: ExpertShape, precision: Precision) -> None:

@@ -117,7 +117,7 @@ class PassScorer:
         try:
             while state.num_cached < len(tokens):
                 start = state.num_cached
-                size = state.max_pass_tokens(self._max_tokens)
+                size = self._max_tokens
                 piece = tokens[start : start + size]
                 num_passes = -(-(len(tokens) - start) // size)
                 executor.obey(executor.driver.begin_prefill(num_passes))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -37,7 +37,7 @@ class Card:
     """One NVIDIA card.
 
     Attributes:
-        index: As `--gpu` counts.
+        index: As `--gpu` counts: in the order of the slots.
         name: For people.
         total_bytes: Its memory.
         free_bytes: Of that, what nobody uses now.
@@ -353,19 +353,3 @@ def _pinned(limits: SystemLimits, *, is_needed: bool) -> MachineFact:
         else "",
         value=float(limits.locked_bytes),
     )
-
-
-def choose_card(cards: Sequence[Card], index: int | None) -> Card | None:
-    """Picks the card to compute on.
-
-    Args:
-        cards: All of them.
-        index: The one that was asked for, `None` for the one with most free memory.
-
-    Returns:
-        `None` where there is none, or none of that number.
-    """
-    if index is not None:
-        return next((card for card in cards if card.index == index), None)
-    usable = [card for card in cards if card.capability >= MIN_CAPABILITY]
-    return max(usable, key=lambda card: (card.free_bytes, -card.index), default=None)

@@ -22,9 +22,9 @@ from ..checkpoint.store import ExpertStore
 from ..config import EngineConfig, format_bytes
 from ..errors import ConfigError, check_cancelled
 from ..events import MemoryPlan
-from ..types import DraftExperts, ExpertId, Plane, Precision
+from ..types import DraftDense, DraftExperts, ExpertId, Plane, Precision
 from .cuda_transfer import CudaTransfer
-from .disk import open_for_records, read_exactly
+from .disk import cannot_open, open_for_records, read_exactly
 from .gpu_experts import GpuArena, GpuDraft, GpuExperts, GpuForm, GpuSlotDraft, gpu_form
 from .host_memory import Allocate, PinnedSource, RingSource, allocate_chunks, pageable, pinned
 from .slots import slot_planes
@@ -84,6 +84,8 @@ def open_card(index: int) -> GpuHandle:
 
 
 def _require_card(index: int) -> None:
+    # As the management library counts them, from which doctor's numbers come.
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not 0 <= index < count:
         raise ConfigError.for_field(
@@ -98,7 +100,13 @@ def free_device_bytes(index: int) -> int:
         ConfigError: torch has no such card.
     """
     _require_card(index)
+    torch.cuda.empty_cache()  # What a model before this one held counts as used until then.
     return int(torch.cuda.mem_get_info(index)[0])
+
+
+def peak_device_bytes(index: int) -> int:
+    """Returns the most memory of a card that this process has held."""
+    return int(torch.cuda.max_memory_allocated(index))
 
 
 def form_of(modules: Sequence[nn.Module], family: str, precision: Precision) -> GpuForm:
@@ -148,6 +156,11 @@ def make_gpu_device(
         StoreError: A record cannot be read.
     """
     manifest, device = target.manifest, handle.device
+    if config.link.latency_s:
+        tell("no-latency", "A card's link is held to a rate only: the latency is left out.")
+    if plan.draft_dense is not DraftDense.TARGET and plan.num_draft_tokens:
+        tell("draft-dense", "On a card the draft multiplies as the target does.")
+    tell("uncompiled", "On a card steps are not compiled: they run module by module.")
     fmt = _card_format(target)
     if fmt is not target.format:
         tell(
@@ -215,7 +228,10 @@ class _Reader:
         is_other = self._format is not self._store.format
         is_host = target.device.type == "cpu" and not is_other
         buffer = target if is_host else pageable(num_bytes)
-        fd, _ = open_for_records(Path(path), is_direct=False)
+        try:
+            fd, _ = open_for_records(Path(path), is_direct=False)
+        except OSError as error:
+            raise cannot_open(Path(path), error.strerror) from error
         try:
             read_exactly(fd, memoryview(buffer.numpy()), offset, Path(path))
         finally:
@@ -242,7 +258,8 @@ def _host_source(
     ]
     record_bytes = sum(slots.plane_bytes.values())
     wanted = len(experts) * record_bytes
-    room = min(wanted, int(HOST_SHARE * psutil.virtual_memory().available))
+    free = int(HOST_SHARE * psutil.virtual_memory().available)
+    room = min(wanted, free // record_bytes * record_bytes)
     chunks = allocate_chunks(room, record_bytes, handle.allocate)
     held = sum(chunk.numel() for chunk in chunks)
     if held < room:

@@ -1,9 +1,8 @@
 """Records in host memory, pinned as far as the system allows: where a GPU copies from.
 
 `PinnedSource` holds all records it has room for, in chunks; `RingSource` reads the others
-from the disk into a few pinned buffers, one expert each. `probe_pinned` finds out how much
-can be pinned before the model is loaded: limits of the system (memlock, a container's
-memory) show only when memory is taken.
+from the disk into a few pinned buffers, one expert each. How much can be pinned shows only
+when memory is taken, so `allocate_chunks` takes it piece by piece until there is no more.
 """
 
 from __future__ import annotations
