@@ -216,6 +216,8 @@ class ChatController(OpenChat):
     def keep_unfinished(self) -> None:
         """Keeps what the reply under way had come to as one that was stopped."""
         if self.stage is Stage.REPLYING:
+            self.poll()  # What has come since may be the end of it.
+        if self.stage is Stage.REPLYING:
             self._add_reply(TurnStatus.STOPPED)
             self.stage, self._call = Stage.IDLE, None
 

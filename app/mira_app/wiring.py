@@ -60,7 +60,7 @@ def make_remote_client(address: str) -> RemoteClient:
             f"Connecting to a server needs the Python package {error.name}.",
             hint="Install mira-chat again, with all that it needs.",
         ) from None
-    return RemoteClient(address, key=api_key(os.environ))
+    return RemoteClient(address, key=api_key(os.environ, address))
 
 
 @contextlib.contextmanager

@@ -237,7 +237,9 @@ class Engine:
         )
         self._num_verified = 0
         """Cached tokens whose state the target made; a draft in progress adds others."""
-        self.passes = ModelPasses(self.model, self.executor, self.state, switch)
+        self.passes = ModelPasses(
+            self.model, self.executor, self.state, switch, device=self.model.device
+        )
         self._tell_load_fallbacks()
         window = DraftWindow(self.executor, is_prefetch_enabled=config.is_prefetch_enabled)
         self.draft_stage = DraftStage(self.passes, window)

@@ -323,7 +323,7 @@ class Decoding:
         ]
         source = PinnedSource(chunks, experts, slots.plane_bytes, lambda *_: None)
         self.transfer = CudaTransfer(queues, source, slots.records, bytes_per_s=bytes_per_s)
-        regions = {"num_hot_slots": int(0.9 * num_slots)} if is_managed else {}
+        regions = {"num_hot_slots": (num_slots - 2) // 2} if is_managed else {}
         setup = CacheSetup(
             num_layers=shape.num_layers,
             num_experts=shape.num_experts,

@@ -284,6 +284,17 @@ def test_silence_ends_after_its_time(server):
     assert text == "A cache "
 
 
+def test_environment_of_another_service_is_not_sent(server, monkeypatch):
+    monkeypatch.setenv("OPENAI_ORG_ID", "org-secret")
+    monkeypatch.setenv("OPENAI_PROJECT_ID", "project-secret")
+    monkeypatch.setenv("OPENAI_CUSTOM_HEADERS", "X-Token: header-secret")
+    server.scripts.append(refuses(401, "no"))
+    with RemoteClient(server.address) as client:
+        failure(client)
+    sent = str(server.headers[-1])
+    assert "secret" not in sent, sent
+
+
 def test_key_is_sent_and_never_told(server):
     server.scripts.append(refuses(401, f"Incorrect API key provided: {KEY}."))
     with RemoteClient(server.address, key=KEY) as client:

@@ -75,6 +75,22 @@ async def test_partial_reply_of_another_chat_is_added_to_none(tmp_path):
         assert len(app.controller.conversation.turns) == 1
 
 
+async def test_reply_of_a_killed_app_is_kept_though_another_chat_is_opened(tmp_path):
+    app = app_with_history(tmp_path, chat_id="c2", partial="Once upon a time")
+    before = HistoryStore(app.paths.history)
+    before.open()
+    other = Conversation().with_user("And another.")
+    before.save(StoredChat(chat_id="c2", model="builtin", conversation=other))
+    before.set_last_chat("c1")
+    before.close()
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: app.controller.conversation.head is not None)
+        assert app.controller.chat_id == "c1"
+        kept = app._store.load("c2").conversation.head
+    assert kept.content == "Once upon a time"
+    assert kept.status is TurnStatus.ERROR
+
+
 async def test_reply_under_way_is_remembered_and_forgotten_when_it_is_finished(tmp_path):
     app = app_with_history(tmp_path)
     controller, client = app.controller, app.controller._client

@@ -522,6 +522,9 @@ class FakeState:
     def __init__(self) -> None:
         self.cache, self.num_cached = SimpleNamespace(layers=()), 0
 
+    def begin_verification(self) -> None:
+        pass
+
     def commit(self, tokens: list[int]) -> None:
         self.num_cached += len(tokens)
 

@@ -74,9 +74,17 @@ def test_only_loopback_is_protected_without_tls():
 
 
 def test_own_key_wins_over_the_usual_one():
-    assert api_key({"OPENAI_API_KEY": "b"}) == "b"
-    assert api_key({"OPENAI_API_KEY": "b", "MIRA_API_KEY": "a"}) == "a"
-    assert api_key({"MIRA_API_KEY": ""}) is None
+    safe = "https://host/v1"
+    assert api_key({"OPENAI_API_KEY": "b"}, safe) == "b"
+    assert api_key({"OPENAI_API_KEY": "b", "MIRA_API_KEY": "a"}, safe) == "a"
+    assert api_key({"MIRA_API_KEY": ""}, safe) is None
+
+
+def test_usual_key_is_not_sent_where_it_can_be_read_on_the_way():
+    both = {"OPENAI_API_KEY": "b", "MIRA_API_KEY": "a"}
+    assert api_key({"OPENAI_API_KEY": "b"}, "http://10.0.0.5:8000/v1") is None
+    assert api_key(both, "http://10.0.0.5:8000/v1") == "a"
+    assert api_key({"OPENAI_API_KEY": "b"}, "http://127.0.0.1:8000/v1") == "b"
 
 
 # -- the setting ----------------------------------------------------------------------------

@@ -145,6 +145,55 @@ async def test_engine_that_cannot_be_started_again_is_told(engine):
     assert caught.value.status == 500
 
 
+async def test_engine_that_could_not_load_is_started_by_the_request_after(engine):
+    engine.lost = api.EngineProcessError("It was killed.")
+    tries = []
+
+    def reload() -> None:
+        tries.append(len(tries))
+        engine.lost = None  # The process runs; whether it has a model is another question.
+        if len(tries) == 1:
+            raise api.BudgetError("Too little memory.")
+
+    desk = make_desk(engine, reload=reload)
+    with pytest.raises(ApiError):
+        await anext(desk.reply(request()))
+    assert desk.is_lost
+
+    first, call = await begun(engine, steps := desk.reply(request()))
+
+    assert tries == [0, 1]
+    assert not desk.is_lost
+    say(call, "yes")
+    await first
+    await steps.aclose()
+
+
+async def test_client_that_leaves_a_start_leaves_it_to_the_next_request(engine):
+    engine.lost = api.EngineProcessError("It was killed.")
+    may_load, starts = threading.Event(), []
+
+    def reload() -> None:
+        starts.append(1)
+        engine.lost = None
+        assert may_load.wait(WAIT_S)
+
+    desk = make_desk(engine, keep_alive_s=0.01, reload=reload)
+    steps = desk.reply(request())
+    await anext(steps)
+    await steps.aclose()
+
+    again = desk.reply(request())
+    assert await anext(again) == Waiting(about="the engine is being started again")
+    assert not engine.calls  # Nothing is asked of an engine without a model.
+    may_load.set()
+    while not engine.calls:
+        await anext(again)
+
+    assert starts == [1]
+    await again.aclose()
+
+
 async def test_end_of_the_server_stops_the_reply_and_is_told(engine):
     desk = make_desk(engine)
     steps = desk.reply(request())

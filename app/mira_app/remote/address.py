@@ -54,9 +54,15 @@ def metrics_address(address: str) -> str:
     return f"{address.removesuffix('/v1')}/metrics"
 
 
-def api_key(environ: Mapping[str, str]) -> str | None:
-    """Returns the key that the environment holds, `None` without one."""
-    return next((environ[name] for name in KEY_VARIABLES if environ.get(name)), None)
+def api_key(environ: Mapping[str, str], address: str) -> str | None:
+    """Returns the key that the environment holds for a server, `None` without one.
+
+    The usual variable may hold a key for another server: where anybody on the way could read
+    it, only the one of this program counts.
+    """
+    own, usual = KEY_VARIABLES
+    names = (own,) if is_unprotected(address) else (own, usual)
+    return next((environ[name] for name in names if environ.get(name)), None)
 
 
 def is_loopback(host: str) -> bool:

@@ -125,9 +125,9 @@ class ReplyReader:
         details = getattr(usage, "prompt_tokens_details", None)
         first_s = self._first_s
         return ReplyStats(
-            num_prompt_tokens=usage.prompt_tokens if usage is not None else 0,
+            num_prompt_tokens=getattr(usage, "prompt_tokens", None) or 0,
             num_cached_tokens=getattr(details, "cached_tokens", None) or 0,
-            num_new_tokens=usage.completion_tokens if usage is not None else self._num_pieces,
+            num_new_tokens=getattr(usage, "completion_tokens", None) or self._num_pieces,
             elapsed_s=now - self._begun_s,
             ttft_s=first_s - self._begun_s if first_s is not None else 0.0,
             decode_s=self._last_s - first_s if first_s is not None else 0.0,

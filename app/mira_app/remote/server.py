@@ -21,6 +21,7 @@ _NO_KEY = "none"
 """The library wants one; servers without a key take any."""
 
 _METRICS_TIMEOUT_S = 3.0
+_LISTING_S = 15.0
 _LENGTH_FIELDS = ("max_model_len", "context_length", "n_ctx")
 
 
@@ -60,6 +61,9 @@ class Server:
             timeout=timeout,
             max_retries=0,  # The person is told at once, and decides.
         )
+        # What the environment holds for the library's own service is not for this server.
+        self._api.organization = self._api.project = None
+        self._api._custom_headers = {}
 
     async def close(self) -> None:
         """Gives up the connections."""
@@ -73,7 +77,7 @@ class Server:
         """
         with self._telling():
             try:
-                response = await self._api.models.with_raw_response.list()
+                response = await self._api.models.with_raw_response.list(timeout=_LISTING_S)
             except openai.NotFoundError as error:
                 if isinstance(error.body, Mapping):
                     return None

@@ -15,6 +15,9 @@ from .errors import ApiError
 from .guard import error_response
 from .replies import Ended, Piece, ReplyStep, Waiting
 
+_SENDING_S = 60.0
+"""How long a client may take to read on before it counts as gone."""
+
 _STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -72,6 +75,8 @@ class Answer:
                     await self._write(send, event(error.body()), is_last=True)
                 else:
                     await error_response(error)(scope, receive, send)
+            except TimeoutError:
+                return  # There, but reading no more: leaving frees the engine for others.
 
     async def _collect(self, steps: AsyncIterator[ReplyStep]) -> dict[str, object]:
         texts = dict.fromkeys(ReplyPart, "")
@@ -104,12 +109,14 @@ class Answer:
                 await self._write(send, DONE, is_last=True)
 
     async def _write(self, send: Send, data: bytes, *, is_last: bool = False) -> None:
-        if not self._has_begun:
-            self._has_begun = True
-            await send(
-                {"type": "http.response.start", "status": 200, "headers": list(_STREAM_HEADERS)}
-            )
-        await send({"type": "http.response.body", "body": data, "more_body": not is_last})
+        # Who stays and reads no more would hold the engine for ever.
+        async with asyncio.timeout(_SENDING_S):
+            if not self._has_begun:
+                self._has_begun = True
+                await send(
+                    {"type": "http.response.start", "status": 200, "headers": list(_STREAM_HEADERS)}
+                )
+            await send({"type": "http.response.body", "body": data, "more_body": not is_last})
 
 
 async def _wait_gone(receive: Receive) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -105,17 +106,21 @@ class ReplyDesk:
         self._keep_alive_s = keep_alive_s
         self.line = Line(max_waiting)
         self._call: EngineCall | None = None
+        self._loading: asyncio.Future[None] | None = None
+        self._is_loaded = True
 
     @property
     def is_lost(self) -> bool:
-        """Whether the engine has died; the next request starts it again."""
-        return self._engine.lost is not None
+        """Whether the engine has died, or has no model; the next request starts it again."""
+        return self._engine.lost is not None or not self._is_loaded
 
     def close(self) -> None:
         """Stops the reply under way and sends away all others; returns at once."""
         self.line.close()
         if self._call is not None:
             self._engine.cancel(self._call)
+        if self._loading is not None:  # Nothing else ends a load.
+            threading.Thread(target=self._engine.close, daemon=True).start()
 
     async def reply(self, request: ChatRequest) -> AsyncIterator[ReplyStep]:
         """Answers a request; closing the iterator stops the engine.
@@ -188,11 +193,20 @@ class ReplyDesk:
         return Ended(reason=event.reason, stats=event.stats)
 
     async def _reloading(self) -> AsyncIterator[Waiting]:
-        """Starts the engine again, in a thread, and says meanwhile that this goes on."""
-        loading = asyncio.ensure_future(asyncio.to_thread(self._reload))
+        """Starts the engine again, in a thread, and says meanwhile that this goes on.
+
+        One start at a time: who asks while one goes on, its client gone perhaps, waits for it.
+        """
+        if self._loading is None:
+            self._is_loaded = False
+            self._loading = asyncio.ensure_future(asyncio.to_thread(self._reload))
+        loading = self._loading
         while not (await asyncio.wait({loading}, timeout=self._keep_alive_s))[0]:
             yield Waiting(about="the engine is being started again")
+        if self._loading is loading:
+            self._loading = None
         loading.result()
+        self._is_loaded = True
 
     async def _events(self, call: EngineCall) -> AsyncIterator[object]:
         """Yields a call's events, and `Waiting` where none comes for long."""

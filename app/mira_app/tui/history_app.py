@@ -69,6 +69,7 @@ class HistoryApp(PersonalApp):
             self.controller.history = store
             for notice in notices:
                 self.tell_problem(MiraError(notice))
+            await self._keep_left_reply(store)
             if self.interface.is_chat_restored:
                 chat_id = await asyncio.to_thread(lambda: store.last_chat_id)
                 self._last_chat_id = chat_id
@@ -78,6 +79,17 @@ class HistoryApp(PersonalApp):
             self._is_restored = True
         except MiraError as error:
             self.tell_problem(error)
+
+    async def _keep_left_reply(self, store: HistoryStore) -> None:
+        """Keeps what a reply of another chat than the last had come to in a killed app."""
+        chat_id, partial = self._unfinished
+        if not partial:
+            return
+        try:
+            chat = await asyncio.to_thread(store.load, chat_id)
+        except MiraError:
+            return  # The chat was deleted meanwhile, and its reply with it.
+        await self._with_unfinished(chat)
 
     async def _with_unfinished(self, chat: StoredChat) -> StoredChat:
         """Adds what a reply had come to when the app was killed in the middle of it."""

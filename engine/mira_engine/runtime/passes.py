@@ -26,6 +26,8 @@ from ..types import DraftDense, Phase
 from .capture import CompiledStep
 from .executor import ExpertExecutor
 
+_CPU = torch.device("cpu")
+
 
 class ModelPasses:
     """Runs tokens through the model.
@@ -35,6 +37,7 @@ class ModelPasses:
         executor: Computes the routed experts.
         state: Tokens and KV cache; grows with every pass.
         switch: Tells the dense layers whether a draft is running.
+        device: Where the model computes.
     """
 
     def __init__(
@@ -43,7 +46,9 @@ class ModelPasses:
         executor: ExpertExecutor,
         state: StateManager,
         switch: DenseSwitch,
+        device: torch.device = _CPU,
     ) -> None:
+        self._device = device
         self._model = model
         self._executor = executor
         self._switch = switch
@@ -82,7 +87,7 @@ class ModelPasses:
                 self.state.begin_verification()
             logits = (
                 self._model(
-                    input_ids=torch.tensor([list(tokens)], device=self._model.device),
+                    input_ids=torch.tensor([list(tokens)], device=self._device),
                     cache=self.state.cache,
                     use_cache=True,
                     logits_to_keep=num_logits,
