@@ -2,6 +2,9 @@
 # but the data folder of the program itself. Installed again only when pyproject.toml or
 # constraints.txt changed.
 
+SHELL := bash
+.SHELLFLAGS := -o pipefail -c
+
 PYTHON ?= python3
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
@@ -48,19 +51,21 @@ $(VENV)/.test: $(VENV)/.app
 chat: $(VENV)/.app
 	$(BIN)/mira-chat
 
-# Two halves side by side, a core each. The screens have a process of their own: beside torch
-# and what it compiled, the garbage collector alone stops them for longer than they settle in.
+# Two halves side by side, a core each, whole lines of both as they come. The screens have a
+# process of their own: beside torch and what it compiled, the garbage collector alone stops
+# them for longer than they settle in.
 test: lint
-	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=line test-app test-engine
+	@$(MAKE) --no-print-directory --jobs=2 --keep-going test-app test-engine
 
 APP_TESTS := tests/tui tests/unit tests/property
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 test-app: $(VENV)/.test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/tui $(PYTEST_ARGS)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(filter-out tests/tui,$(APP_TESTS)) $(PYTEST_ARGS)
+	$(PYTEST) tests/tui $(PYTEST_ARGS) | sed -u 's/^/app    | /'
+	$(PYTEST) $(filter-out tests/tui,$(APP_TESTS)) $(PYTEST_ARGS) | sed -u 's/^/app    | /'
 
 test-engine: $(VENV)/.test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(addprefix --ignore=,$(APP_TESTS)) $(PYTEST_ARGS)
+	$(PYTEST) $(addprefix --ignore=,$(APP_TESTS)) $(PYTEST_ARGS) | sed -u 's/^/engine | /'
 
 # Beside the environment, not in it: transformers behaves otherwise where it finds the library,
 # and its own wish for a newer torch is left aside.
