@@ -57,7 +57,7 @@ chat: $(VENV)/.app
 test: lint
 	@$(MAKE) --no-print-directory --jobs=2 --keep-going test-app test-engine
 
-APP_TESTS := tests/tui tests/unit tests/property
+APP_TESTS := tests/tui tests/unit tests/property tests/e2e
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 test-app: $(VENV)/.test

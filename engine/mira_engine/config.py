@@ -248,12 +248,17 @@ class EngineConfig:
         return frozenset(n for n in names if getattr(self, n) != getattr(other, n))
 
 
+LEAST_TEMPERATURE = 1e-4
+"""Below, the likeliest token is taken: logits divided by less leave the range of their type."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingConfig:
     """How the next token is chosen.
 
     Attributes:
-        temperature: 0 takes the most likely token (greedy).
+        temperature: 0 takes the most likely token (greedy), and so does what is too small to
+            divide by.
         top_k: Keep the k most likely tokens, 0 for all.
         top_p: Keep the smallest set with this much probability, 1 for all.
         min_p: Drop tokens below this share of the top probability, 0 for none.
@@ -279,9 +284,9 @@ class SamplingConfig:
             raise ConfigError.for_field("top-p", self.top_p, "Give more than 0, at most 1.")
         if not 0 <= self.min_p < 1:
             raise ConfigError.for_field("min-p", self.min_p, "Give at least 0, less than 1.")
-        if self.repetition_penalty <= 0:
+        if not 0.01 <= self.repetition_penalty <= 100:
             raise ConfigError.for_field(
-                "repetition penalty", self.repetition_penalty, "Give more than 0; 1 is off."
+                "repetition penalty", self.repetition_penalty, "Give 0.01 to 100; 1 is off."
             )
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise ConfigError.for_field("seed", self.seed, f"Give 0 to {2**63 - 1}.")
@@ -291,4 +296,4 @@ class SamplingConfig:
     @property
     def is_greedy(self) -> bool:
         """Whether the most likely token is always taken."""
-        return self.temperature == 0
+        return self.temperature < LEAST_TEMPERATURE

@@ -94,6 +94,14 @@ def test_beginning_of_text_comes_once_at_most(tokenizer_for: MakeTokenizer, name
     assert ids.count(tokenizer.bos_token_id) == ("bos_token" in tokenizer.chat_template)
 
 
+def test_half_a_character_is_refused_by_the_chat_and_not_by_the_process(
+    tokenizer_for: MakeTokenizer,
+) -> None:
+    renderer = ChatRenderer(tokenizer_for(GEMMA))
+    with pytest.raises(GenerationError, match="half a character"):
+        renderer.render((ChatMessage(role="user", content="so \ud800"),))
+
+
 def test_second_beginning_of_text_is_taken_away(tokenizer_for: MakeTokenizer) -> None:
     """From tokenizers that add one though they are told not to."""
     tokenizer = tokenizer_for(GEMMA)

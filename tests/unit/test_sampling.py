@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from mira_engine.config import SamplingConfig
-from mira_engine.errors import NonFiniteError
+from mira_engine.errors import ConfigError, NonFiniteError
 from mira_engine.model.sampling import DraftToken, Sampler
 
 VOCAB = 6
@@ -66,6 +66,20 @@ def test_greedy_accepts_the_longest_match() -> None:
     assert sampler.accept([0], drafted, logits) == (1, best[1])
     drafted[1] = DraftToken(best[1], None)
     assert sampler.accept([0], drafted, logits) == (3, best[3])
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-30, 1e-5])
+def test_temperature_too_small_to_divide_by_takes_the_likeliest_token(temperature: float) -> None:
+    config = SamplingConfig(temperature=temperature)
+    assert config.is_greedy
+    logits = torch.tensor([0.0, 50.0, 49.9])
+    assert Sampler(config).draw([0], logits).token == 1
+
+
+@pytest.mark.parametrize("penalty", [1e-300, 0.0, 1e9])
+def test_repetition_penalty_beyond_reason_is_refused(penalty: float) -> None:
+    with pytest.raises(ConfigError, match="repetition penalty"):
+        SamplingConfig(repetition_penalty=penalty)
 
 
 def test_repetition_penalty_sees_each_position_s_own_history() -> None:

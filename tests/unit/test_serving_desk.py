@@ -194,6 +194,22 @@ async def test_client_that_leaves_a_start_leaves_it_to_the_next_request(engine):
     await again.aclose()
 
 
+async def test_lost_engine_is_started_again_by_who_asks_for_its_health(engine):
+    engine.lost = api.EngineProcessError("It was killed.")
+    has_loaded = threading.Event()
+
+    def reload() -> None:
+        engine.lost = None
+        has_loaded.set()
+
+    desk = make_desk(engine, reload=reload)
+    desk.revive()
+    assert await asyncio.to_thread(has_loaded.wait, WAIT_S)
+    while desk.is_lost:
+        await asyncio.sleep(0)
+        desk.revive()
+
+
 async def test_end_of_the_server_stops_the_reply_and_is_told(engine):
     desk = make_desk(engine)
     steps = desk.reply(request())

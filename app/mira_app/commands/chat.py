@@ -135,6 +135,12 @@ def _with_model_of(stored: Any, settings: Settings) -> Settings:
     return dataclasses.replace(settings, model=stored.model, is_model_given=True)
 
 
+def _without_last_chat(settings: Settings) -> Settings:
+    """Begins with a new chat: a question in the last one would send all of it to the server."""
+    interface = dataclasses.replace(settings.interface, is_chat_restored=False)
+    return dataclasses.replace(settings, interface=interface)
+
+
 def _open_app(flags: Flags, chat: str | None) -> None:
     from ..controller import ChatController
     from ..history import HistoryStore
@@ -166,7 +172,7 @@ def _open_app(flags: Flags, chat: str | None) -> None:
     if settings.connect is not None:
         # Asked before there is a screen: a server that is not there ends the command.
         with wiring.opened_engine(settings, is_model_needed=False) as (client, models, settings):
-            run(client, models, settings, None)
+            run(client, models, _without_last_chat(settings), None)
         return
     shelf = wiring.make_catalog()
     client = wiring.make_client()

@@ -192,15 +192,24 @@ class ReplyDesk:
             raise shutting_down()
         return Ended(reason=event.reason, stats=event.stats)
 
+    def revive(self) -> None:
+        """Begins to start a lost engine again, unless that goes on; returns at once."""
+        if self._loading is not None and self._loading.done():
+            self._is_loaded = self._loading.exception() is None
+            self._loading = None
+        if self.is_lost and self._loading is None:
+            self._is_loaded = False
+            self._loading = asyncio.ensure_future(asyncio.to_thread(self._reload))
+
     async def _reloading(self) -> AsyncIterator[Waiting]:
         """Starts the engine again, in a thread, and says meanwhile that this goes on.
 
         One start at a time: who asks while one goes on, its client gone perhaps, waits for it.
         """
         if self._loading is None:
-            self._is_loaded = False
-            self._loading = asyncio.ensure_future(asyncio.to_thread(self._reload))
+            self.revive()
         loading = self._loading
+        assert loading is not None
         while not (await asyncio.wait({loading}, timeout=self._keep_alive_s))[0]:
             yield Waiting(about="the engine is being started again")
         if self._loading is loading:

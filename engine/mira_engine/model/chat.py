@@ -163,7 +163,18 @@ class ChatRenderer:
         ) from refusal
 
     def tokens(self, text: str) -> list[int]:
-        """Returns a rendered chat's tokens, with the template's beginning of text alone."""
+        """Returns a rendered chat's tokens, with the template's beginning of text alone.
+
+        Raises:
+            GenerationError: The text holds halves of characters.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise GenerationError(
+                "The chat holds half a character (a lone surrogate), which is no text.",
+                hint="Take it out of the message.",
+            ) from error
         ids = _tokens_of(self._tokenizer, text)
         bos = self._tokenizer.bos_token_id
         if len(ids) > 1 and ids[0] == ids[1] == bos:

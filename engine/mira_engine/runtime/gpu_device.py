@@ -88,8 +88,9 @@ def _require_card(index: int) -> None:
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not 0 <= index < count:
-        raise ConfigError.for_field(
-            "gpu", index, "mira-chat doctor says which cards there are, and why one is not used."
+        raise ConfigError(
+            f"There is no card {index} that torch can use here.",
+            hint="mira-chat doctor says which cards there are, and why one is not used.",
         )
 
 
