@@ -165,7 +165,7 @@ def test_stopped_edited_and_repeated_turns_stay_beside_each_other(known_home):
         terminal.press("up")
         terminal.wait_for("Edit")
         terminal.type("[")
-        terminal.wait_for("1/2", "3/3 ·", "Paris")
+        terminal.wait_for("1/2", "2/3 ·", "Paris")
         terminal.wait_gone("they say")
         quit_program(terminal)
 

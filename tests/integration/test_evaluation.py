@@ -235,7 +235,8 @@ def test_checkpoint_that_cannot_be_read_is_told_with_its_fault(prepared, tmp_pat
     shutil.copyfile(home.checkpoint_dir / "config.json", tmp_path / "config.json")
     damaged = choose_reference(replace(home, checkpoint_dir=tmp_path))
     assert damaged.note == (
-        f"{tmp_path} holds neither model.safetensors nor model.safetensors.index.json: "
+        f"{tmp_path} holds neither model.safetensors nor model.safetensors.index.json, "
+        "nor any other safetensors file: "
         "compared with nested, the nearest precision that is prepared."
     )
     gone = choose_reference(replace(home, checkpoint_dir=tmp_path / "none"))
