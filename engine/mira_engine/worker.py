@@ -222,7 +222,7 @@ class Worker:
         if job.draft is Rounding.GPTQ:
             require_gptqmodel()
         is_deleted = job.is_download_deleted
-        if job.draft is Rounding.GPTQ:
+        if job.draft is Rounding.GPTQ or job.draft_from is not None:
             if is_deleted:
                 raise ConfigError(
                     "A GPTQ draft is made from the downloaded weights, so they cannot be deleted "
