@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 WORDS = ("A cache ", "keeps ", "**hot** ", "things ", "near.")
 REPLY = "".join(WORDS)
 WAIT_S = 30
+LINGER_S = 1.0
 """Only a failure takes so long."""
 
 _POLL_S = 0.02
@@ -202,9 +204,15 @@ def cuts(*words: str, is_clean: bool) -> Script:
         handler.begin_stream()
         for word in words:
             handler.event(chunk({"content": word}))
+        handler.close_connection = True
         if is_clean:
             handler.end_stream()
-        handler.close_connection = True
+            # Closed at once, what is still on its way to a slow client may be lost.
+            handler.connection.settimeout(LINGER_S)
+            with contextlib.suppress(OSError):
+                handler.connection.shutdown(socket.SHUT_WR)
+                while handler.connection.recv(4096):
+                    pass
 
     return script
 
