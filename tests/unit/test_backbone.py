@@ -3,6 +3,7 @@
 import shutil
 
 import pytest
+from mira_engine.checkpoint import backbone
 from mira_engine.checkpoint.backbone import BackboneWriter, write_backbone
 from mira_engine.checkpoint.experts import CheckpointExperts
 from mira_engine.checkpoint.progress import Progress
@@ -47,6 +48,19 @@ def test_write_with_shards_gone_goes_on_with_what_they_gave(checkpoint, tmp_path
     for shard in first.shards[:2]:
         assert again.missing_bytes(shard) == 0
         (folder / shard).unlink()
+    write_backbone(again, NONE)
+    assert contents(tmp_path / "b") == whole(checkpoint, tmp_path / "other")
+
+
+def test_write_of_other_tensors_begins_anew(checkpoint, tmp_path, monkeypatch):
+    """Which copies are left out differs where shards come one after another."""
+    keys = checkpoint.backbone_keys
+    monkeypatch.setattr(backbone, "kept_keys", lambda _: keys[1:])
+    first = BackboneWriter(checkpoint, tmp_path / "b", revision="r")
+    first.write(first.shards[-1], NONE)
+    monkeypatch.undo()
+    again = BackboneWriter(checkpoint, tmp_path / "b", revision="r")
+    assert again.done_shards == frozenset()
     write_backbone(again, NONE)
     assert contents(tmp_path / "b") == whole(checkpoint, tmp_path / "other")
 
