@@ -14,8 +14,9 @@ layout does not depend on the link serve all links, their throttle changed betwe
 `bound` is max(compute of the row's schedule with all experts resident, bytes moved / link
 rate); the compute is TPOT less stalls of the same K in an engine with room for all experts.
 `gap` is the share of (LRU - its own bound of everything) that a row closes. With
-`--same-cache` the rows with a resident draft get its bytes on top, so that all have the
-same slots. transformers with accelerate has the same share of its layers in memory.
+`--same-cache` every row has slots for as many experts as LRU has: the rows that speculate,
+everything among them, get a resident draft on top of that memory, and the governor its K.
+transformers with accelerate has the same share of its layers in memory.
 
 Left out: prefill, detokenising, the process boundary.
 
@@ -115,9 +116,12 @@ class Bench:
         self.home, self.arguments = home, arguments
         self.cache = arguments.cache_dir or cache_dir()
 
-    def load(self, budget: float, bytes_per_s: float | None = None, **fields: object) -> Engine:
+    def load(
+        self, budget: float | MemoryAmount, bytes_per_s: float | None = None, **fields: object
+    ) -> Engine:
+        is_share = isinstance(budget, float)
         config = EngineConfig(
-            budget=MemoryAmount(share=budget),
+            budget=MemoryAmount(share=budget) if is_share else budget,
             link=LinkConfig(bytes_per_s=bytes_per_s),
             num_threads=self.arguments.threads,
             compile_mode=CompileMode.WAIT,
@@ -168,6 +172,16 @@ def popular_experts(engine: Engine, texts: Sequence[str], num_tokens: int) -> li
     return [expert for expert, _ in counts.most_common()]
 
 
+def room_beside_draft(engine: Engine) -> MemoryAmount:
+    """Memory in which an engine with a resident draft has as many slots as this one."""
+    fmt, manifest = engine._target.format, engine._target.manifest
+    assert fmt.draft_plane is not None
+    draft_bytes = fmt.record_bytes(fmt.draft_plane)
+    slot_bytes = sum(fmt.record_bytes(plane) for plane in fmt.planes) - draft_bytes
+    num_all = manifest.num_layers * manifest.num_experts
+    return MemoryAmount(num_bytes=num_all * draft_bytes + engine.plan.num_slots * slot_bytes)
+
+
 def hold(engine: Engine, bytes_per_s: float | None) -> None:
     """Changes the rate of an engine's link."""
     engine.transfer.limit_rate(bytes_per_s)
@@ -177,13 +191,19 @@ def measure_budget(bench: Bench, budget: float, rates: dict[str, float | None]) 
     """Measures all rows at one budget. Returns rows by link."""
     arguments = bench.arguments
     shared: dict[str, Engine] = {}
+    room: float | MemoryAmount = budget
+    everything = ROWS["everything"]
     for name, fields in ROWS.items():
         if name == "everything":
             continue
-        extra = 0.0
-        if arguments.same_cache and name in ("one batch", "+planner"):
-            extra = 0.5625
-        shared[name] = bench.load(budget + extra, bytes_per_s=1e12, **fields)
+        is_drafting = fields["num_draft_tokens"] != 0
+        shared[name] = bench.load(room if is_drafting else budget, bytes_per_s=1e12, **fields)
+        if name == "lru" and arguments.same_cache:
+            room = room_beside_draft(shared["lru"])
+            everything = everything | {"draft_experts": DraftExperts.ALL}
+    if arguments.same_cache:
+        slots = {name: engine.plan.num_slots for name, engine in shared.items()}
+        print(f"slots: {slots}")
     shared["one batch"].executor.driver.planner.max_batches = 1
     if shared["+predictor"].executor.predictor is None:
         print("no predictors were made: the row +predictor is hot+stage again")
@@ -194,7 +214,7 @@ def measure_budget(bench: Bench, budget: float, rates: dict[str, float | None]) 
         engines = dict(shared)
         for engine in engines.values():
             hold(engine, rate)
-        engines["everything"] = bench.load(budget, bytes_per_s=rate)
+        engines["everything"] = bench.load(room, bytes_per_s=rate, **everything)
         rows = {name: Measured(Replies(name)) for name in engines}
         for number in range(-2, arguments.rounds):
             if number == 0:

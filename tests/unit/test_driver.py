@@ -185,6 +185,19 @@ def test_immediate_lookahead_leaves_slots_that_are_not_loading() -> None:
     assert len(fetched(driver.enter_layer(1, [(1, 1), (2, 1)]))) == 2
 
 
+def test_draft_that_asks_for_much_keeps_most_slots_to_compute_with() -> None:
+    driver = ExpertCacheDriver(
+        replace(SETUP, num_slots=8, is_lookahead_immediate=True, max_drafted_loading=2)
+    )
+    bring(driver, 3, *range(8))
+    driver.begin_draft(2, True)
+    actions = driver.draft_routed(0, range(5))
+    assert fetched(actions) == [(0, 0), (0, 1)]
+    assert actions[2:] == [Skip(ExpertId(0, e), SkipReason.NO_ROOM) for e in (2, 3, 4)]
+    driver.landed(actions[0].slot)
+    assert fetched(driver.draft_routed(1, [5])) == [(1, 5)], "one has landed"
+
+
 def test_draft_without_prefetching_is_not_listened_to() -> None:
     for setup in (SETUP, replace(SETUP, is_lookahead_immediate=True)):
         driver = ExpertCacheDriver(setup)

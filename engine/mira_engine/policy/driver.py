@@ -84,6 +84,9 @@ class CacheSetup:
         is_lookahead_immediate: Whether what a draft's router chooses is fetched at once, and
             not in batches. Where the host sees each choice anyway, that costs nothing and
             gains the time until the boundary; Specter's batches spare a GPU the round trips.
+        max_drafted_loading: Most slots that wait for their record while a draft goes on
+            asking, `None` for no bound. Each of them is an expert less for a draft that
+            computes with what the slots hold.
     """
 
     num_layers: int
@@ -101,6 +104,7 @@ class CacheSetup:
     is_rebalancing: bool = True
     max_predicted: int = 2
     is_lookahead_immediate: bool = False
+    max_drafted_loading: int | None = None
 
 
 class ExpertCacheDriver:
@@ -141,7 +145,10 @@ class ExpertCacheDriver:
         self.on_decision: OnDecision | None = None
         self._analyzer = IncrementalRoutingPatternAnalyzer(self.lookahead)
         self._staging = PredictiveStaging(setup.top_k)
-        self._num_reserved = setup.num_reserved_slots
+        # A miss must find a slot whose record it need not wait for.
+        self._max_loading = setup.num_slots - setup.num_reserved_slots
+        if setup.max_drafted_loading is not None:
+            self._max_loading = min(self._max_loading, setup.max_drafted_loading)
         self._num_missed = 0
         """Records fetched on demand since the last pass ended."""
         self._has_regions = setup.num_hot_slots is not None
@@ -444,8 +451,7 @@ class ExpertCacheDriver:
         for expert in chosen:
             if self.residency.slot_of(expert) is None:
                 fetch = None
-                # A miss must find a slot whose record it need not wait for.
-                if self.residency.num_loading + self._num_reserved < self.residency.num_slots:
+                if self.residency.num_loading < self._max_loading:
                     fetch = self.residency.admit(
                         expert, FetchReason.LOOKAHEAD, protected=self._window
                     )
