@@ -145,8 +145,8 @@ class ExpertCacheDriver:
         self.on_decision: OnDecision | None = None
         self._analyzer = IncrementalRoutingPatternAnalyzer(self.lookahead)
         self._staging = PredictiveStaging(setup.top_k)
-        # A miss must find a slot whose record it need not wait for.
-        self._max_loading = setup.num_slots - setup.num_reserved_slots
+        self._num_giveable = setup.num_slots - setup.num_reserved_slots
+        self._max_loading = self._num_giveable
         if setup.max_drafted_loading is not None:
             self._max_loading = min(self._max_loading, setup.max_drafted_loading)
         self._num_missed = 0
@@ -161,7 +161,11 @@ class ExpertCacheDriver:
         """Routed tokens of the prompt's last pass."""
         self._is_more_to_read = False
         self._streamed: deque[ExpertId] = deque()
-        """What a prompt's passes brought, in order."""
+        """What passes that need more than there are slots brought, in order."""
+        self._num_of_pass = 0
+        """Experts that the layers of this pass asked for so far."""
+        self._is_flooded = False
+        """Whether the pass before asked for more experts than there are slots."""
         self._window: set[ExpertId] = set()
         """What the running draft's routers chose, where that is fetched at once."""
         self._is_lookahead_on = False
@@ -197,7 +201,8 @@ class ExpertCacheDriver:
         would drive out what the next pass needs.
         """
         has_room = self.residency.num_used < self._num_all_experts
-        return self._is_prediction_wanted and has_room and not self._is_more_to_read
+        is_passing_through = self._is_more_to_read or self._is_flooded
+        return self._is_prediction_wanted and has_room and not is_passing_through
 
     @property
     def _num_all_experts(self) -> int:
@@ -219,7 +224,10 @@ class ExpertCacheDriver:
             are there, all are pinned until they are computed.
         """
         residency = self.residency
+        if layer <= self._layer:
+            self._begin_target_pass()
         self._layer = layer
+        self._num_of_pass += len(demand)
         self._tokens_of = {ExpertId(layer, expert): count for expert, count in demand}
         is_whole = all(map(residency.is_ready, self._tokens_of))
         actions: list[Action] = []
@@ -301,15 +309,31 @@ class ExpertCacheDriver:
         self._note_moves(actions)
         return actions
 
-    def _make_room_in_prompt(self) -> list[Action]:
+    def _begin_target_pass(self) -> None:
+        """Judges the pass before: a prompt's says nothing of those that follow it."""
+        is_flooded = not self.residency.is_prefilling and self._num_of_pass > self._num_giveable
+        if self._is_flooded and not is_flooded:
+            self._streamed.clear()
+        self._is_flooded = is_flooded
+        self._num_of_pass = 0
+
+    @property
+    def _is_streaming(self) -> bool:
+        """Whether what is brought passes through, and what is there stays.
+
+        Passes go through all layers in order. Where one needs more experts than there are
+        slots, what was used longest ago comes next, and giving up that would leave nothing
+        of a pass for the one after it.
+        """
+        is_prompt = self.residency.is_prefilling and self._is_more_to_read
+        return (is_prompt or self._is_flooded) and not self._has_regions
+
+    def _make_room_behind(self) -> list[Action]:
         """Frees a slot of what passed through for a layer that is behind, if none is free.
 
-        A prompt's passes go through all layers in order, so what was used longest ago comes
-        next; what was brought for a layer just done is needed last.
+        What was brought for a layer just done is needed last.
         """
         residency, streamed = self.residency, self._streamed
-        if not self._is_more_to_read or self._has_regions:
-            return []
         if residency.num_used < residency.num_slots:
             return []
         while streamed and streamed[0].layer != self._layer:
@@ -384,17 +408,17 @@ class ExpertCacheDriver:
 
     def _fetch_missing(self) -> list[Action]:
         fetches: list[Action] = []
-        is_prompt = self.residency.is_prefilling
+        is_streaming = self._is_streaming
         while self._missing:
-            if is_prompt:
-                fetches += self._make_room_in_prompt()
+            if is_streaming:
+                fetches += self._make_room_behind()
             fetch = self._admit_missing(self._missing[0])
             if fetch is None:
                 break
             self._missing.pop(0)
             self._num_missed += 1
             self._pin(fetch.expert)
-            if is_prompt:
+            if is_streaming:
                 self._streamed.append(fetch.expert)
             num_tokens = self._tokens_of[fetch.expert]
             self._waiting[fetch.expert] = Compute(
@@ -444,14 +468,19 @@ class ExpertCacheDriver:
 
     @_observation
     def draft_routed(self, layer: int, experts: Sequence[int]) -> list[Action]:
-        """A draft's router has chosen. Returns fetches of what is missing."""
+        """A draft's router has chosen. Returns fetches of what is missing.
+
+        None where passes need more than there are slots: whatever gave way for a fetch would be
+        missed in the same pass.
+        """
         chosen = [ExpertId(layer, expert) for expert in experts]
         self._window.update(chosen)
         actions: list[Action] = []
         for expert in chosen:
             if self.residency.slot_of(expert) is None:
                 fetch = None
-                if self.residency.num_loading < self._max_loading:
+                # A miss must find a slot whose record it need not wait for.
+                if self.residency.num_loading < self._max_loading and not self._is_flooded:
                     fetch = self.residency.admit(
                         expert, FetchReason.LOOKAHEAD, protected=self._window
                     )
@@ -503,6 +532,7 @@ class ExpertCacheDriver:
         self.residency.begin_prefill()
         self._is_more_to_read = num_passes > 1
         self._last_counts.clear()
+        self._num_of_pass = 0
         return []
 
     @_observation
@@ -511,6 +541,7 @@ class ExpertCacheDriver:
         self.residency.end_prefill()
         self._is_more_to_read = False
         self._streamed.clear()
+        self._num_of_pass = 0
         if not self._is_rebalanced:
             return []
         return self.rebalancer.warm(self.residency, self._last_counts)
@@ -572,6 +603,7 @@ class ExpertCacheDriver:
             self.residency.abandon(slot)
         self._failed.clear()
         self._streamed.clear()
+        self._num_of_pass, self._is_flooded = 0, False
         self._is_lookahead_on = False
         self._ahead.clear()
         self._staging.begin_pass()
