@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from .config import SamplingConfig
-from .errors import ConfigError
 from .loaded import LoadedModel
 from .model.batch_state import can_pad
 from .runtime.batch import BatchDecoder
@@ -77,9 +76,6 @@ class SeveralAtOnce:
                 "cache, or their positions at this length, cannot be shared by a batch.",
             )
             return in_turn(requests, self._reply)
-        if loaded.config.gpu is not None:
-            self._tell_once("batch-in-turn", "On a card requests are answered one after another.")
-            return in_turn(requests, self._reply)
         decoder = BatchDecoder(
             requests,
             loaded.model.config,
@@ -101,19 +97,20 @@ class SeveralAtOnce:
     def beam_search(
         self, prompt: Sequence[int], *, num_beams: int, max_new_tokens: int
     ) -> BeamResult:
-        """Searches with transformers' own beams; the conversation keeps its state.
+        """Searches with transformers' own beams.
+
+        The conversation keeps its state, but on a card: there the room of its cache is taken
+        as a whole, so that the next reply reads its chat again.
 
         Raises:
-            ConfigError: A width below 1 or above 32, or a card computes.
+            ConfigError: A width below 1 or above 32.
             ContextLengthError: Prompt and answer do not fit the context.
             BudgetError: The plan has no memory for so many beams.
             CancelledError: `cancel` was called.
         """
         loaded = self._loaded
         if loaded.config.gpu is not None:
-            raise ConfigError.for_field(
-                "gpu", loaded.config.gpu, "Beams are searched on the processor: leave --gpu out."
-            )
+            loaded.state.reset()
         loaded.take_compiled()
         loaded.executor.meter = ReplyMeter()
         try:
