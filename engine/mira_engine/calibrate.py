@@ -21,10 +21,11 @@ from .checkpoint.progress import OnProgress, Progress
 from .checkpoint.store import ExpertStore
 from .checkpoint.writing import disk_errors, require_space, write_json
 from .config import EngineConfig, MemoryAmount
-from .engine import Engine, OnNotice
+from .engine import Engine
 from .errors import BudgetError, ConfigError, GenerationError, StoreError
 from .events import ChatMessage
 from .library import ModelHome
+from .load_plan import OnNotice
 from .model.chat import end_token_ids, has_tokenizer, load_tokenizer
 from .model.facts import experts_per_token
 from .model.routers import find_routers

@@ -23,7 +23,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from .checkpoint.architecture import load_config
 from .config import EngineConfig, SamplingConfig
-from .engine import Engine, OnNotice
+from .engine import Engine
 from .errors import GenerationError, StoreError, check_cancelled
 from .evaluation_events import (
     DEFAULT_EVALUATION_TOKENS,
@@ -51,6 +51,7 @@ from .fidelity.texts import (
     read_text,
 )
 from .library import ModelHome
+from .load_plan import OnNotice
 from .model.chat import has_tokenizer, load_tokenizer
 from .model.facts import longest_context
 from .runtime.requests import MAX_REQUESTS, BatchToken

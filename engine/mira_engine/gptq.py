@@ -38,10 +38,10 @@ from .checkpoint.progress import OnProgress, Progress
 from .checkpoint.store import StoreManifest, StoreWriter
 from .checkpoint.writing import require_space
 from .config import format_bytes
-from .engine import OnNotice
 from .errors import PrepareError, StoreError
 from .events import Notice
 from .library import ModelHome
+from .load_plan import OnNotice
 from .prepare import is_checkpoint_gone, locked
 from .runtime.probe import default_num_threads
 from .runtime.recording import RecordingSettings

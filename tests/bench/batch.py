@@ -11,12 +11,13 @@ that alternate between them and go through all sizes, medians over rounds. Reque
 requests of their time from the first token to the last, by the tokens between; throughput is
 all tokens by the time until the last request ends, prompts included. `reply` is one request
 by the ordinary loop, with compiled steps, which batches do without. Beams: transformers'
-own search on our experts, K = 0; a token's time is that of a pass over all beams.
+own search on our experts, K = 0; a token's time is that of a pass over all beams. With
+`--gpu N` all of it is on that card, which then holds both engines.
 
 Left out: detokenising, other engines. The default is a short form of the papers' shapes
 (Specter: 16 tokens in, 128 out; Mira: 64 in, 256 out); `--full` runs these.
 
-Run: python tests/bench/batch.py [--full] [--sizes 1 2 4 8 16 32] [--beams 1 2 4 8]
+Run: python tests/bench/batch.py [--full] [--gpu N] [--sizes 1 2 4 8 16 32] [--beams 1 2 4 8]
 The last line printed is one JSON document.
 """
 
@@ -36,7 +37,7 @@ from mira_engine.config import EngineConfig, LinkConfig, MemoryAmount, SamplingC
 from mira_engine.engine import Engine
 from mira_engine.library import ModelLibrary
 from mira_engine.model.chat import load_tokenizer
-from mira_engine.model.experts import stamp
+from mira_engine.policy.base import Action
 from mira_engine.prepare import prepare
 from mira_engine.runtime.requests import RequestResult
 from mira_engine.types import CompileMode, Phase, Precision
@@ -56,33 +57,30 @@ SUBJECTS = (
 
 
 class RoutingCounter:
-    """Counts the distinct experts of each layer's pass after prefill, drafts left out."""
+    """Counts the distinct experts of each layer's pass after prefill, drafts left out.
+
+    By what the driver is told anyway: on a card nothing more is read from there.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._executor = engine.executor
+        self._enter = engine.executor.driver.enter_layer
         self.reset()
-        stamp(engine.model, self._run)
+        engine.executor.driver.enter_layer = self._enter_counted
 
     def reset(self) -> None:
         self.num_layer_passes = 0
         self.num_distinct = 0
 
-    def _run(
-        self,
-        module: torch.nn.Module,
-        layer: int,
-        hidden: torch.Tensor,
-        index: torch.Tensor,
-        weights: torch.Tensor,
-    ) -> torch.Tensor:
+    def _enter_counted(self, layer: int, demand: Sequence[tuple[int, int]]) -> list[Action]:
         if self._executor.phase in (Phase.DECODE, Phase.VERIFY):
             self.num_layer_passes += 1
-            self.num_distinct += int(index.unique().numel())
-        return self._executor(module, layer, hidden, index, weights)
+            self.num_distinct += len(demand)
+        return self._enter(layer, demand)
 
     @property
     def mean(self) -> float | None:
-        """Distinct experts of a layer in a pass; `None` where compiled steps pass by."""
+        """Distinct experts of a layer in a pass; `None` before the first."""
         return self.num_distinct / self.num_layer_passes if self.num_layer_passes else None
 
 
@@ -186,6 +184,7 @@ def main() -> None:
     parser.add_argument("--beam-prompt", type=int, default=64)
     parser.add_argument("--beam-tokens", type=int, default=None)
     parser.add_argument("--budget", default="75%")
+    parser.add_argument("--gpu", type=int, help="a card's number, else the processor")
     parser.add_argument("--link-rate", type=float, help="emulated link, MB/s")
     parser.add_argument("--compile", type=CompileMode, default=CompileMode.WAIT)
     parser.add_argument("--cache-dir", type=Path, default=None)
@@ -206,6 +205,7 @@ def main() -> None:
             link=LinkConfig(bytes_per_s=rate),
             num_threads=arguments.threads,
             compile_mode=arguments.compile,
+            gpu=arguments.gpu,
         )
         engine = Engine.load(home, config, cache_dir=arguments.cache_dir or cache_dir())
         engine._end_ids = frozenset()  # all requests have the same number of tokens
@@ -231,7 +231,8 @@ def main() -> None:
     print(
         f"budget {arguments.budget}, nested, {arguments.prefix} tokens in, {tokens} out; beams "
         f"{arguments.beam_prompt} in, {beam_tokens} out; {arguments.rounds} rounds, "
-        f"{torch.get_num_threads()} threads; medians"
+        + ("" if arguments.gpu is None else f"card {arguments.gpu}, ")
+        + f"{torch.get_num_threads()} threads; medians"
         + (f"; link emulated at {rate / 1e6:.0f} MB/s" if rate else "")
     )
     print_table(rows)
@@ -247,6 +248,7 @@ def main() -> None:
                 "beam_prompt": arguments.beam_prompt,
                 "beam_tokens": beam_tokens,
                 "rounds": arguments.rounds,
+                "gpu": arguments.gpu,
                 "threads": arguments.threads,
                 "link_mb_per_s": round(rate / 1e6) if rate else None,
                 "compile": arguments.compile,

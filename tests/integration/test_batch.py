@@ -8,8 +8,10 @@ eager experts. float32, unquantised store.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -32,9 +34,12 @@ from mira_engine.model.batch_state import (
     can_pad,
 )
 from mira_engine.model.experts import only_rows
+from mira_engine.model.linear import DenseSwitch
 from mira_engine.prepare import prepare
+from mira_engine.runtime import passes as runtime_passes
 from mira_engine.runtime.batch import BatchDecoder
 from mira_engine.runtime.draft import DraftWindow
+from mira_engine.runtime.passes import ModelPasses
 from mira_engine.runtime.requests import BatchEvent, BatchToken, RequestResult
 from mira_engine.types import ComputeDtype, FinishReason, Phase, Precision
 from tiny_models import tiny_config
@@ -283,70 +288,58 @@ def test_ended_requests_leave_the_batch(load: Load, decoders: list[BatchDecoder]
     assert [request.number for request in decoders[0]._rows] == [2]
 
 
-def _state(num_rows: int = 2, num_columns: int = 12) -> BatchState:
-    return BatchState(tiny_config("olmoe"), num_rows=num_rows, num_columns=num_columns)
+# -- where it computes ---------------------------------------------------------------------------
+
+ELSEWHERE = torch.device("meta")
+"""A device that is not the host and needs no hardware; it holds no values."""
 
 
-def _write(state: BatchState, tokens: Sequence[Sequence[int]]) -> None:
-    """Makes each entry's key and value its token, padding -1, as a pass would do."""
-    inputs = state.extend(tokens)
-    width = inputs.ids.shape[1]
-    own = inputs.mask[:, -width:]
-    states = torch.where(own, inputs.ids, -1)[:, None, :, None].expand(-1, 2, -1, 3).float()
-    for layer in state.cache.layers:
-        layer.update(states, states)
+class FakeLogits:
+    """Logits that are on another device until they are fetched."""
+
+    def cpu(self) -> torch.Tensor:
+        return torch.zeros(2, 1, 264)
 
 
-def _visible(state: BatchState) -> list[list[float]]:
-    """Each row's tokens by what a next query of it would see."""
-    inputs = state.extend([[]] * (len(state.lengths) - 1) + [[0]])
-    keys = state.cache.layers[-1].keys[:, 0, :, 0]
-    return [
-        keys[row, : inputs.mask.shape[1] - 1][inputs.mask[row, :-1]].tolist()
-        for row in range(len(state.lengths))
-    ]
+def test_batch_pass_gives_all_inputs_to_the_models_device_and_logits_to_the_host(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, given = load(), []
+    state = BatchState(engine.model.config, num_rows=2, num_columns=12)
+    passes = ModelPasses(
+        engine.model, engine.executor, engine.state, DenseSwitch(), device=ELSEWHERE
+    )
+
+    def forward(self: object, **inputs: object) -> SimpleNamespace:
+        given.extend(value for value in inputs.values() if isinstance(value, torch.Tensor))
+        return SimpleNamespace(logits=FakeLogits())
+
+    @contextmanager
+    def noting_rows(modules: object, rows: torch.Tensor) -> Iterator[None]:
+        given.append(rows)
+        yield
+
+    monkeypatch.setattr(type(engine.model), "forward", forward)
+    monkeypatch.setattr(runtime_passes, "only_rows", noting_rows)
+    logits = passes.forward_batch(state, [[5, 6], [7]], Phase.PREFILL, logits_at=[1])
+
+    assert [tensor.device for tensor in given] == [ELSEWHERE] * 5
+    assert logits.shape == (2, 1, 264)
+    assert logits.device.type == "cpu"
 
 
-def test_state_rejected_entries_are_hidden_and_compaction_keeps_the_others() -> None:
-    state = _state()
-    _write(state, [[1, 2, 3], [11]])
-    _write(state, [[4, 5, 6], [12, 13, 14]])
-    state.keep(3, [1, 3])
-    assert (state.num_columns, state.lengths) == (6, [4, 4])
-    _write(state, [[7], [15]])
-    assert state.removable_share([0, 1]) == pytest.approx(1 - 5 / 7)
-    state.compact([0, 1])
-    assert (state.num_columns, state.lengths, state.num_compactions) == (5, [5, 5], 1)
-    assert _visible(state) == [[1, 2, 3, 4, 7], [11, 12, 13, 14, 15]]
+def test_beams_begin_on_the_models_device(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, given = load(), []
 
+    def generate(ids: torch.Tensor, *, attention_mask: torch.Tensor, **_: object) -> torch.Tensor:
+        given.extend((ids.device, attention_mask.device))
+        return torch.zeros(1, 9, dtype=torch.int64)
 
-def test_state_columns_that_all_rows_reject_are_given_back() -> None:
-    state = _state()
-    _write(state, [[1, 2, 3], [11]])
-    _write(state, [[4, 5, 6], [12, 13]])
-    state.keep(3, [1, 0])
-    assert (state.num_columns, state.lengths) == (4, [4, 1])
-    assert state.removable_share([0, 1]) == 0
+    monkeypatch.setattr(type(engine.model), "device", ELSEWHERE)
+    monkeypatch.setattr(engine.model, "generate", generate)
+    engine.beam_search(PROMPTS[0], num_beams=2, max_new_tokens=4)
 
-
-def test_state_dropped_row_gives_its_place_to_the_next() -> None:
-    state = _state(3)
-    _write(state, [[1, 2], [11, 12, 13, 14], [21, 22, 23]])
-    assert state.removable_share([0, 2]) == pytest.approx(1 - 2 * 3 / 12)
-    state.compact([0, 2])
-    assert state.num_columns == 3
-    assert state.cache.layers[0].keys.shape[0] == 2
-    assert _visible(state) == [[1, 2], [21, 22, 23]]
-
-
-def test_state_positions_count_tokens_not_columns() -> None:
-    state = _state()
-    _write(state, [[1, 2, 3], [11]])
-    state.keep(3, [2, 1])
-    inputs = state.extend([[4, 5], [12]])
-    assert inputs.positions.tolist() == [[2, 3], [1, 1]]
-    assert inputs.mask.tolist() == [[True] * 4, [True, False, True, False]]
-    assert inputs.real.tolist() == [0, 1, 2]
+    assert given == [ELSEWHERE] * 2
 
 
 # -- planted faults: what the equalities above rest on ------------------------------------------

@@ -7,94 +7,44 @@ host's. What only a card can show (speed, overlap, its own arithmetic) is for `t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from fake_card import Load, Prepared, loading, plug_in_card, preparing, reply_of
 from fake_queues import FakeQueues
-from mira_engine.config import EngineConfig, MemoryAmount, SamplingConfig
+from mira_engine.config import MemoryAmount
 from mira_engine.engine import Engine
 from mira_engine.errors import ConfigError
 from mira_engine.events import Notice
-from mira_engine.library import ModelHome, ModelLibrary
-from mira_engine.prepare import prepare
 from mira_engine.runtime import gpu_device
-from mira_engine.runtime.cuda_transfer import CudaTransfer
-from mira_engine.runtime.gpu_device import GpuHandle
-from mira_engine.runtime.host_memory import pageable
-from mira_engine.types import ComputeDtype, DraftExperts, Precision
+from mira_engine.types import DraftExperts, Precision
 
 pytest.importorskip("triton", reason="triton has no wheel for this system")
 
 NEW_TOKENS = 10
-BASE = EngineConfig(
-    precision=Precision.BF16,
-    dtype=ComputeDtype.FLOAT32,
-    budget=MemoryAmount(share=8.0),
-    num_draft_tokens=0,
-    context_length=64,
-    num_threads=1,
-)
-PROMPT = [7, 99, 23, 180, 41, 5, 66]
 
 
 @pytest.fixture(scope="module")
 def prepared(
     tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Callable[..., Path]
-) -> Callable[[str, Precision], ModelHome]:
-    """Prepares a family's tiny checkpoint in a precision, once."""
-    library = ModelLibrary(tmp_path_factory.mktemp("gpu"))
-
-    def make(family: str, precision: Precision) -> ModelHome:
-        home = library.resolve(str(tiny_checkpoint(family)))
-        if not home.is_ready(precision):
-            prepare(home, precision, on_progress=lambda *_: None, is_cancelled=lambda: False)
-        return home
-
-    return make
+) -> Prepared:
+    return preparing(tmp_path_factory.mktemp("gpu"), tiny_checkpoint)
 
 
 @pytest.fixture
 def queues(monkeypatch: pytest.MonkeyPatch) -> FakeQueues:
-    """A card with 8 GiB that is host memory; launches are checked against copies."""
-    made = FakeQueues()
-    handle = GpuHandle(device=torch.device("cpu"), queues=made, allocate=pageable)
-    monkeypatch.setattr(gpu_device, "open_card", lambda index: handle)
-    monkeypatch.setattr(gpu_device, "free_device_bytes", lambda index: 8 << 30)
-    monkeypatch.setattr(gpu_device, "peak_device_bytes", lambda index: 0)
-    acquire = CudaTransfer.acquire
-
-    def acquire_and_read(self: CudaTransfer, slots) -> None:
-        acquire(self, slots)
-        for slot in slots:
-            for part in self._slots[slot].values():
-                made.read(part)
-
-    monkeypatch.setattr(CudaTransfer, "acquire", acquire_and_read)
-    return made
+    return plug_in_card(monkeypatch)
 
 
 @pytest.fixture
-def load() -> Iterator[Callable[..., Engine]]:
-    """Loads engines and closes them."""
-    engines: list[Engine] = []
-
-    def make(home: ModelHome, notices: list[Notice] | None = None, **changes: object) -> Engine:
-        told = [] if notices is None else notices
-        engine = Engine.load(home, replace(BASE, **changes), on_notice=told.append)
-        engine._end_ids = frozenset()
-        engines.append(engine)
-        return engine
-
-    yield make
-    for engine in engines:
-        engine.close()
+def load() -> Iterator[Load]:
+    with loading() as load:
+        yield load
 
 
-def _text(engine: Engine, prompt: list[int] = PROMPT) -> list[int]:
-    steps = engine.reply(prompt, SamplingConfig(max_new_tokens=NEW_TOKENS))
-    return [step for step in steps if isinstance(step, int)]
+def _text(engine: Engine) -> list[int]:
+    return reply_of(engine, NEW_TOKENS)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "gpt_oss", "nemotron_h"])

@@ -7,6 +7,7 @@ import torch
 from mira_engine.errors import ConfigError
 from mira_engine.predictor.bank import (
     MANIFEST_FILE,
+    MAX_TOKENS_APART,
     TENSORS_FILE,
     BankFacts,
     PredictorBank,
@@ -62,6 +63,26 @@ def test_native_prediction_of_one_token_is_the_same(native_cache):
             [share for _, share in others], abs=1e-5
         )
     assert found[0] != found[3]
+
+
+def test_native_prediction_of_a_few_tokens_is_the_mean_of_each_ones(native_cache):
+    assert native.load(native_cache).is_available
+    bank = random_bank(max_picks=EXPERTS)
+    generator = torch.Generator().manual_seed(4)
+    hidden = torch.randn(3, WIDTH, generator=generator).to(torch.bfloat16)
+    ids = torch.tensor([[0, 1], [5, 2], [3, 0]])
+    alone = [dict(bank.predict(0, hidden[t : t + 1], ids[t : t + 1])) for t in range(3)]
+    together = bank.predict(0, hidden, ids)
+    for expert, share in together:
+        assert share == pytest.approx(sum(shares[expert] for shares in alone) / 3)
+    assert [share for _, share in together] == sorted((s for _, s in together), reverse=True)
+
+
+def test_prediction_of_many_tokens_is_the_pooled_one(native_cache):
+    num_tokens = MAX_TOKENS_APART + 1
+    expected = asked(random_bank(max_picks=EXPERTS), num_tokens, torch.bfloat16)
+    assert native.load(native_cache).is_available
+    assert asked(random_bank(max_picks=EXPERTS), num_tokens, torch.bfloat16) == expected
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5])

@@ -10,6 +10,9 @@ entries together and drops rows.
 Padding stands behind a row's own entries of a pass, never before them: each query sees at
 least one key, and no nan comes up that a later product could spread.
 
+Keys and values are where the model computes. Which entries are whose is kept on the host, so
+that no pass waits for a device to say it: what a pass needs of that is copied there.
+
 Source: Specter, batched execution (independent sequence and KV states and rollback
 boundaries for each request); the paper does not say how they are kept.
 """
@@ -20,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from transformers import (
     AttentionInterface,
@@ -63,6 +67,16 @@ class BatchInputs:
     mask: torch.Tensor
     real: torch.Tensor | None
 
+    def to(self, device: torch.device) -> BatchInputs:
+        """Returns the inputs on a device, without waiting for it."""
+        real = None if self.real is None else self.real.to(device, non_blocking=True)
+        return BatchInputs(
+            ids=self.ids.to(device, non_blocking=True),
+            positions=self.positions.to(device, non_blocking=True),
+            mask=self.mask.to(device, non_blocking=True),
+            real=real,
+        )
+
 
 class PaddedLayer(ReservedLayer):
     """A full-attention layer with a row for each request."""
@@ -70,7 +84,7 @@ class PaddedLayer(ReservedLayer):
     def gather(self, rows: Sequence[int], columns: Sequence[torch.Tensor]) -> None:
         """Keeps `rows` only, and of each its `columns` (int64, ascending) as its first ones.
 
-        In place, row by row: no second cache is held.
+        In place, row by row: no second cache is held. The columns are where the keys are.
         """
         for target, (row, kept) in enumerate(zip(rows, columns, strict=True)):
             for states in (self.keys, self.values):
@@ -94,7 +108,7 @@ class BatchState:
         self.lengths = [0] * num_rows
         """Tokens of each row that are in the cache."""
         self.num_compactions = 0
-        self._is_own = torch.zeros((num_rows, num_columns), dtype=torch.bool)
+        self._is_own = np.zeros((num_rows, num_columns), dtype=np.bool_)
 
     @property
     def num_columns(self) -> int:
@@ -103,26 +117,32 @@ class BatchState:
 
     @torch.inference_mode()
     def extend(self, tokens: Sequence[Sequence[int]]) -> BatchInputs:
-        """Takes each row's next tokens (of a row that waits: none) for the coming pass."""
+        """Takes each row's next tokens (of a row that waits: none) for the coming pass.
+
+        Returns:
+            Inputs on the host.
+        """
         start, width = self.num_columns, max(map(len, tokens))
-        ids, positions = [], []
+        stop = start + width
+        ids = np.zeros((len(tokens), width), dtype=np.int64)
+        positions = np.zeros_like(ids)
         for row, own in enumerate(tokens):
-            num_padding, length = width - len(own), self.lengths[row]
-            ids.append([*own, *[0] * num_padding])
-            last = max(0, length + len(own) - 1)
-            positions.append([*range(length, length + len(own)), *[last] * num_padding])
-            self._is_own[row, start : start + len(own)] = True
-            self._is_own[row, start + len(own) : start + width] = False
-            self.lengths[row] = length + len(own)
-        new = self._is_own[:, start : start + width]
+            count, length = len(own), self.lengths[row]
+            ids[row, :count] = own
+            positions[row, :count] = range(length, length + count)
+            positions[row, count:] = max(0, length + count - 1)
+            self._is_own[row, start : start + count] = True
+            self._is_own[row, start + count : stop] = False
+            self.lengths[row] = length + count
+        new = self._is_own[:, start:stop]
         return BatchInputs(
-            ids=torch.tensor(ids),
-            positions=torch.tensor(positions),
-            mask=self._is_own[:, : start + width],
-            real=None if new.all() else new.reshape(-1).nonzero().squeeze(1),
+            ids=torch.from_numpy(ids),
+            positions=torch.from_numpy(positions),
+            # A copy: what is rejected later must not change a mask that is on its way.
+            mask=torch.from_numpy(self._is_own[:, :stop].copy()),
+            real=None if new.all() else torch.from_numpy(np.flatnonzero(new)),
         )
 
-    @torch.inference_mode()
     def keep(self, num_columns: int, counts: Sequence[int]) -> None:
         """Rejects entries: of the last `num_columns` each row keeps its first `counts[row]`.
 
@@ -133,7 +153,7 @@ class BatchState:
         for row, count in enumerate(counts):
             rejected = self._is_own[row, start + count : stop]
             self.lengths[row] -= int(rejected.sum())
-            rejected.fill_(False)
+            rejected[:] = False
         surplus = num_columns - max(counts)
         if surplus:
             self.cache.crop(-surplus)
@@ -152,12 +172,13 @@ class BatchState:
     @torch.inference_mode()
     def compact(self, rows: Sequence[int]) -> None:
         """Keeps `rows` (ascending) only, and moves each one's entries together."""
-        used = self.num_columns
-        columns = [self._is_own[row, :used].nonzero().squeeze(1) for row in rows]
+        used, device = self.num_columns, self.cache.layers[0].keys.device
+        owned = [torch.from_numpy(np.flatnonzero(self._is_own[row, :used])) for row in rows]
+        columns = [own.to(device, non_blocking=True) for own in owned]
         for layer in self.cache.layers:
             layer.gather(rows, columns)
         self.lengths = [self.lengths[row] for row in rows]
-        self._is_own = torch.zeros((len(rows), self._is_own.shape[1]), dtype=torch.bool)
+        self._is_own = np.zeros((len(rows), self._is_own.shape[1]), dtype=np.bool_)
         for row, length in enumerate(self.lengths):
             self._is_own[row, :length] = True
         self.num_compactions += 1

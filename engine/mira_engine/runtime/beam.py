@@ -116,7 +116,7 @@ def beam_search(
         num_cached=passes.state.num_cached,
         context_length=context_length,
     )
-    ids = torch.tensor([list(prompt)])
+    ids = torch.tensor([list(prompt)], device=model.device)
     # No word has this id; without any, transformers would take the checkpoint's own.
     no_end = model.config.get_text_config().vocab_size
     columns = max(1, chunk_tokens // num_beams)

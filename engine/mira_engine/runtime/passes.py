@@ -143,6 +143,8 @@ class ModelPasses:
     ) -> torch.Tensor:
         """Runs each row's tokens after what the batch has cached, always module by module.
 
+        Inputs go to where the model computes; nothing is read from there but the logits.
+
         Args:
             state: The batch's own cache; `self.state` is not touched.
             tokens: Of each row, T at most; a row that waits has none.
@@ -150,11 +152,11 @@ class ModelPasses:
             logits_at: Columns of the pass whose logits are wanted.
 
         Returns:
-            `[B, len(logits_at), V]`, in the model's dtype.
+            `[B, len(logits_at), V]`, in the model's dtype, on the host.
         """
         self.enter(phase)
         self._executor.meter.num_eager_passes += 1
-        inputs = state.extend(tokens)
+        inputs = state.extend(tokens).to(self._device)
         with attending_padded(self._model), only_rows(self._modules, inputs.real):
             logits = self._model(
                 input_ids=inputs.ids,
@@ -162,8 +164,8 @@ class ModelPasses:
                 position_ids=inputs.positions,
                 cache=state.cache,
                 use_cache=True,
-                logits_to_keep=torch.tensor(logits_at),
-            ).logits
+                logits_to_keep=torch.tensor(logits_at, device=self._device),
+            ).logits.cpu()
         missing = self._num_words - logits.shape[-1]
         return functional.pad(logits, (0, missing), value=float("-inf")) if missing > 0 else logits
 
