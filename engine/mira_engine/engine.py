@@ -42,6 +42,7 @@ from .predictor.bank import MANIFEST_FILE, PredictorBank
 from .runtime import gpu_device
 from .runtime.batch import BatchDecoder
 from .runtime.beam import BeamResult, beam_search
+from .runtime.captured import CapturedSteps, captured_steps
 from .runtime.device import ExpertDevice, make_device
 from .runtime.draft import DraftStage, DraftWindow
 from .runtime.executor import ExpertExecutor
@@ -193,6 +194,7 @@ class Engine:
             self._load_predictor()
         window = DraftWindow(self.executor, is_prefetch_enabled=config.is_prefetch_enabled)
         self.draft_stage = DraftStage(self.passes, window)
+        self._use_depths()
         if self.native_path is not None and self.plan.num_draft_tokens > depth_before:
             depths = self.governor.candidates if self.governor is not None else ()
             self.native_path.deepen(self.plan, depths)
@@ -240,6 +242,13 @@ class Engine:
         self.passes = ModelPasses(
             self.model, self.executor, self.state, switch, device=self.model.device
         )
+        self.captured: CapturedSteps | None = None
+        if isinstance(device, GpuDevice) and config.compile_mode is not CompileMode.OFF:
+            self.captured = captured_steps(
+                self.model, self.executor, self.state, device, self._notice
+            )
+            self.passes.captured = self.captured
+            self._use_depths()
         self._tell_load_fallbacks()
         window = DraftWindow(self.executor, is_prefetch_enabled=config.is_prefetch_enabled)
         self.draft_stage = DraftStage(self.passes, window)
@@ -262,6 +271,12 @@ class Engine:
                 on_notice=self._notice,
             )
             self.native_path.start(self._is_load_cancelled)
+
+    def _use_depths(self) -> None:
+        """Says which lengths a target pass on a card will have."""
+        if self.captured is not None:
+            depths = self.governor.candidates if self.governor is not None else ()
+            self.captured.use_depths({self.plan.num_draft_tokens, *depths})
 
     def _make_device(self) -> ExpertDevice:
         return make_device(
@@ -570,6 +585,7 @@ class Engine:
     def _observe_round(
         self, num_draft: int, num_accepted: int, before: tuple[float, float, float, int]
     ) -> None:
+        is_recorded = self.captured is not None and self.captured.take_new()
         if self.governor is None and self.on_round is None:
             return
         draft_s, verify_s, stall_s, num_records = before
@@ -582,7 +598,9 @@ class Engine:
             stall_s=now[2] - stall_s,
             num_records=now[3] - num_records,
         )
-        if self.governor is not None:
+        if self.governor is not None and is_recorded:
+            self.governor.forget_costs()  # Recording is in this round's times alone.
+        elif self.governor is not None:
             self.governor.observe(observation)
         if self.on_round is not None:
             self.on_round(observation)
