@@ -32,9 +32,18 @@ KERNELS = ("up_kernel", "down_kernel", "draft_down_kernel", "combine_kernel")
 _WRITTEN = {"inner", "result", "misses", "block_start"}
 """Kernel arguments that may be written to."""
 
-_WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "lift_fresh")
+_WAITING = (
+    "_local_scalar_dense",
+    "item",
+    "is_nonzero",
+    "nonzero",
+    "argwhere",
+    "masked_select",
+    "_unique2",
+    "lift_fresh",
+)
 """Operators that a device cannot record: the host would have to see a result, or its own
-memory would be read at replay."""
+memory would be read at replay. In inference mode the composite ones are seen as they are."""
 
 _ON_HOST = ("tolist", "item", "cpu", "numpy")
 

@@ -92,19 +92,22 @@ def test_number_of_the_host_stays_as_it_was() -> None:
     "ask",
     [
         lambda x: int(x),
+        lambda x: bool(x),
         lambda x: x.tolist(),
         lambda x: x.cpu(),
         lambda x: x.nonzero(),
         lambda x: x[x > 0],
         lambda x: torch.tensor([1.0]) + x,
     ],
-    ids=["int", "tolist", "cpu", "nonzero", "boolean-index", "host-constant"],
+    ids=["int", "bool", "tolist", "cpu", "nonzero", "boolean-index", "host-constant"],
 )
-def test_work_that_waits_for_the_device_is_not_recorded(ask) -> None:
-    x = torch.ones(1)
+@pytest.mark.parametrize("is_inference", [False, True], ids=["plain", "inference"])
+def test_work_that_waits_for_the_device_is_not_recorded(ask, is_inference: bool) -> None:
+    with torch.inference_mode(is_inference):
+        x = torch.ones(1)
 
-    with pytest.raises(RecordingError):
-        FakeGraphs().capture(lambda cut: ask(x))
+        with pytest.raises(RecordingError):
+            FakeGraphs().capture(lambda cut: ask(x))
 
 
 def test_change_in_place_of_what_an_earlier_piece_made_is_refused() -> None:

@@ -100,6 +100,7 @@ class ReservedLayer(DynamicLayer):
         """Forgets all tokens and keeps the room."""
         self._length = 0
 
+    @torch.inference_mode()
     def make_finite(self) -> None:
         """Clears the values behind those in use, for whoever looks at the whole room.
 
