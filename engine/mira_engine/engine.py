@@ -242,6 +242,7 @@ class Engine(LoadedModel):
     def _observe_round(
         self, num_draft: int, num_accepted: int, before: tuple[float, float, float, int]
     ) -> None:
+        is_recorded = self.captured is not None and self.captured.take_new()
         if self.governor is None and self.on_round is None:
             return
         draft_s, verify_s, stall_s, num_records = before
@@ -254,7 +255,9 @@ class Engine(LoadedModel):
             stall_s=now[2] - stall_s,
             num_records=now[3] - num_records,
         )
-        if self.governor is not None:
+        if self.governor is not None and is_recorded:
+            self.governor.forget_costs()  # Recording is in this round's times alone.
+        elif self.governor is not None:
             self.governor.observe(observation)
         if self.on_round is not None:
             self.on_round(observation)

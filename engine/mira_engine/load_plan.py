@@ -43,7 +43,15 @@ from .predictor.bank import predictors_bytes
 from .profiles import ProfileKey, load_profile
 from .runtime import gpu_device
 from .runtime.probe import PROFILE_FILE, MachineProfile, machine_name
-from .types import CacheMode, CachePolicy, DraftDense, DraftExperts, Lookahead, Precision
+from .types import (
+    CacheMode,
+    CachePolicy,
+    CompileMode,
+    DraftDense,
+    DraftExperts,
+    Lookahead,
+    Precision,
+)
 
 OnNotice = Callable[[Notice], None]
 
@@ -120,7 +128,7 @@ class LoadPlan:
             num_reserved_slots=min(2, num_slots - 1),
             # An emulated link is one: two records at a time would both come late.
             max_predicted=1 if config.link.bytes_per_s else config.num_reader_threads,
-            is_lookahead_immediate=config.lookahead is not Lookahead.BATCHES,
+            is_lookahead_immediate=_is_lookahead_immediate(config),
             max_drafted_loading=max(_MIN_DRAFTED_LOADING, int(_DRAFTED_LOADING_SHARE * num_slots)),
         )
 
@@ -268,3 +276,13 @@ def _known_rates(config: EngineConfig, profile_dir: Path | None) -> MachineRates
     if rates is None:
         return None
     return with_link(rates, bytes_per_s=config.link.bytes_per_s, latency_s=config.link.latency_s)
+
+
+def _is_lookahead_immediate(config: EngineConfig) -> bool:
+    """Whether what a draft's routers choose is fetched at once, where nobody decided that.
+
+    Not where a card launches a draft's pass as a whole: then no choice is seen on the host.
+    """
+    if config.lookahead is not Lookahead.AUTO:
+        return config.lookahead is Lookahead.AT_ONCE
+    return config.gpu is None or config.compile_mode is CompileMode.OFF

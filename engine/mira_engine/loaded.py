@@ -32,6 +32,7 @@ from .model.loader import load_backbone
 from .policy.driver import ExpertCacheDriver
 from .predictor.bank import MANIFEST_FILE, PredictorBank
 from .runtime import gpu_device
+from .runtime.captured import CapturedSteps, captured_steps
 from .runtime.device import ExpertDevice, make_device
 from .runtime.draft import DraftStage, DraftWindow
 from .runtime.executor import ExpertExecutor
@@ -167,6 +168,7 @@ class LoadedModel:
             self._load_predictor()
         window = DraftWindow(self.executor, is_prefetch_enabled=config.is_prefetch_enabled)
         self.draft_stage = DraftStage(self.passes, window)
+        self._use_depths()
         if self.native_path is not None and self.plan.num_draft_tokens > depth_before:
             depths = self.governor.candidates if self.governor is not None else ()
             self.native_path.deepen(self.plan, depths)
@@ -211,6 +213,13 @@ class LoadedModel:
         self.passes = ModelPasses(
             self.model, self.executor, self.state, switch, device=self.model.device
         )
+        self.captured: CapturedSteps | None = None
+        if isinstance(device, GpuDevice) and config.compile_mode is not CompileMode.OFF:
+            self.captured = captured_steps(
+                self.model, self.executor, self.state, device, self._notice
+            )
+            self.passes.captured = self.captured
+            self._use_depths()
         self._tell_load_fallbacks()
         window = DraftWindow(self.executor, is_prefetch_enabled=config.is_prefetch_enabled)
         self.draft_stage = DraftStage(self.passes, window)
@@ -233,6 +242,12 @@ class LoadedModel:
                 on_notice=self._notice,
             )
             self.native_path.start(self._is_load_cancelled)
+
+    def _use_depths(self) -> None:
+        """Says which lengths a target pass on a card will have."""
+        if self.captured is not None:
+            depths = self.governor.candidates if self.governor is not None else ()
+            self.captured.use_depths({self.plan.num_draft_tokens, *depths})
 
     def _make_device(self) -> ExpertDevice:
         return make_device(

@@ -200,6 +200,7 @@ def expert_outputs(
     *,
     inner: Tensor | None = None,
     result: Tensor | None = None,
+    misses: Tensor | None = None,
 ) -> Tensor:
     """Computes every assignment whose expert is in a slot.
 
@@ -210,6 +211,8 @@ def expert_outputs(
         inner: `[T * k, R]` in the dtype of `hidden`, written over; `None` takes new memory.
         result: `[T * k, C]`, of which rows of experts in slots are written; `None` takes
             new memory, zero elsewhere.
+        misses: int32 `[1]`, to which the assignments without a slot are added; `None` counts
+            nothing.
 
     Returns:
         `result`, by assignment.
@@ -222,8 +225,9 @@ def expert_outputs(
     grid = (blocks, triton.cdiv(experts.intermediate_size, BLOCK_N))
     routing = (rows.order, rows.block_expert, rows.block_start, rows.expert_stop)
     up_kernel[grid](
-        hidden, inner, *routing, *_arena(experts, "up"), *_numbers(experts), rows.top_k,
-        IS_DIRECT=False, HAS_COUNTS=False, **_constants(experts, is_up=True),
+        hidden, inner, *routing, rows.order if misses is None else misses,
+        *_arena(experts, "up"), *_numbers(experts), rows.top_k, IS_DIRECT=False,
+        HAS_COUNTS=False, HAS_MISSES=misses is not None, **_constants(experts, is_up=True),
     )  # fmt: skip
     grid = (blocks, triton.cdiv(experts.hidden_size, BLOCK_N))
     down_kernel[grid](
@@ -283,8 +287,9 @@ def draft_layer(
     index = top_k_index.contiguous()
     grid = (num_tokens * top_k, triton.cdiv(experts.intermediate_size, BLOCK_N))
     up_kernel[grid](
-        hidden, inner, index, index, counts, index, *_arena(experts, "up"), *_numbers(experts),
-        top_k, IS_DIRECT=True, HAS_COUNTS=True, **_constants(experts, is_up=True),
+        hidden, inner, index, index, counts, index, counts, *_arena(experts, "up"),
+        *_numbers(experts), top_k, IS_DIRECT=True, HAS_COUNTS=True, HAS_MISSES=False,
+        **_constants(experts, is_up=True),
     )  # fmt: skip
     grid = (num_tokens, triton.cdiv(experts.hidden_size, BLOCK_N))
     draft_down_kernel[grid](
@@ -494,6 +499,7 @@ def up_kernel(
     block_expert,
     block_start,
     expert_stop,
+    misses,
     bytes8,
     codes8,
     values16,
@@ -520,6 +526,7 @@ def up_kernel(
     IS_BIAS_FLOAT32: tl.constexpr,
     IS_DIRECT: tl.constexpr,
     HAS_COUNTS: tl.constexpr,
+    HAS_MISSES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -551,6 +558,9 @@ def up_kernel(
     slot = tl.load(table + expert).to(tl.int64)
     low_slot = tl.load(low_table + expert).to(tl.int64)
     if slot < 0 or low_slot < 0:
+        if HAS_MISSES:  # noqa: SIM102 - as above
+            if tl.program_id(1) == 0:
+                tl.atomic_add(misses, tl.sum(is_row.to(tl.int32), 0))
         tl.store(to, tl.zeros([BLOCK_M, BLOCK_N], inner.dtype.element_ty), mask=is_out)
         return
     code_at, scale_at, low_at, bias_at = _in_slot(

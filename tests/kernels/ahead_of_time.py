@@ -31,6 +31,7 @@ _EVERYWHERE = (
     "down/nested",
     "draft-up/int4",
     "draft-down/int4",
+    "piece-up/nested",
 )
 _POINTERS = {
     "x": "*bf16",
@@ -44,6 +45,7 @@ _POINTERS = {
     "block_expert": "*i32",
     "block_start": "*i32",
     "expert_stop": "*i32",
+    "misses": "*i32",
     "bytes8": "*u8",
     "codes8": "*i8",
     "values16": "*bf16",
@@ -55,6 +57,8 @@ _POINTERS = {
     "alpha": "fp32",
 }
 _USAGE = re.compile(r"REG:(\d+).*?STACK:(\d+).*?LOCAL:(\d+)", re.DOTALL)
+
+_GROUPED = {"IS_DIRECT": False, "HAS_COUNTS": False}
 
 _FORMS = {
     "dense": (Stored.DENSE, Between.SILU_GATE, {}),
@@ -76,13 +80,16 @@ def builds() -> dict[str, tuple[object, dict[str, int]]]:
     for name, (stored, between, form) in _FORMS.items():
         up = layer_constants(stored, between, is_up=True, **form)
         down = layer_constants(stored, between, is_up=False, **form)
-        found[f"up/{name}"] = kernels.up_kernel, up | {"IS_DIRECT": False, "HAS_COUNTS": False}
+        found[f"up/{name}"] = kernels.up_kernel, up | _GROUPED | {"HAS_MISSES": False}
         found[f"down/{name}"] = kernels.down_kernel, down
+    nested = layer_constants(Stored.NESTED, Between.SILU_GATE, group_size=128, is_up=True)
+    found["piece-up/nested"] = kernels.up_kernel, nested | _GROUPED | {"HAS_MISSES": True}
     up, down = (
         layer_constants(Stored.INT4, Between.SILU_GATE, group_size=128, is_up=is_up)
         for is_up in (True, False)
     )
-    found["draft-up/int4"] = kernels.up_kernel, up | {"IS_DIRECT": True, "HAS_COUNTS": True}
+    direct = {"IS_DIRECT": True, "HAS_COUNTS": True, "HAS_MISSES": False}
+    found["draft-up/int4"] = kernels.up_kernel, up | direct
     found["draft-down/int4"] = kernels.draft_down_kernel, down | {"TOP_K": 8}
     found["combine"] = kernels.combine_kernel, {"TOP_K": 8, "BLOCK_N": 256}
     return found

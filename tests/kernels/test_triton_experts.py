@@ -98,6 +98,18 @@ def test_outputs_of_experts_in_no_slot_are_zero_and_the_others_right() -> None:
     assert worst_error(found, layer.outputs(hidden, chosen)) < 1e-5
 
 
+def test_assignments_of_experts_in_no_slot_are_counted_once_each() -> None:
+    layer = Layer(Precision.INT8, missing=(1, 3))
+    hidden, chosen = hidden_states(40, 96), routing(40)
+    misses = torch.tensor([5], dtype=torch.int32)
+
+    expert_outputs(hidden, layer.experts, group_by_expert(chosen, NUM_EXPERTS), misses=misses)
+
+    num_missing = int(torch.isin(chosen, torch.tensor([1, 3])).sum())
+    assert num_missing > kernels.BLOCK_M, "more than a tile of rows"
+    assert misses.tolist() == [5 + num_missing]
+
+
 def test_grouping_covers_every_row_once_where_experts_are_empty_and_full() -> None:
     chosen = torch.tensor([[4, 0]] * 20 + [[4, 2]] * 15)
 

@@ -100,6 +100,16 @@ class ReservedLayer(DynamicLayer):
         """Forgets all tokens and keeps the room."""
         self._length = 0
 
+    @torch.inference_mode()
+    def make_finite(self) -> None:
+        """Clears the values behind those in use, for whoever looks at the whole room.
+
+        What is there before anything was written can be nan, and so can what a broken-off
+        chat left; a masked key needs no care, a value with weight 0 does.
+        """
+        if self.is_initialized:
+            self.values[:, :, self._length :] = 0
+
     @property
     def num_bytes(self) -> int:
         """Bytes of the keys and values in use."""
@@ -125,15 +135,34 @@ class StateManager:
         is_croppable = model.config.model_type not in UNCROPPED_FAMILIES
         self._is_recording = is_rollback_wanted and is_croppable
         self._running = RunningState(model)
+        self._is_room_held = False
         self.reset()
 
-    def reset(self) -> None:
-        """Forgets everything."""
-        self.cache = DynamicCache(config=self._config)
-        self.cache.layers = [
+    def _new_cache(self) -> DynamicCache:
+        cache = DynamicCache(config=self._config)
+        cache.layers = [
             ReservedLayer(self.capacity) if type(layer) is DynamicLayer else layer
-            for layer in self.cache.layers
+            for layer in cache.layers
         ]
+        return cache
+
+    def hold_room(self) -> None:
+        """Keeps the room where it is from now on, all of it finite: recorded steps point to it.
+
+        Only where all state is in reserved room (`is_static`).
+        """
+        self._is_room_held = True
+        for layer in self.cache.layers:
+            layer.make_finite()
+
+    def reset(self) -> None:
+        """Forgets everything. Gives the room back, unless it is held."""
+        if self._is_room_held:
+            for layer in self.cache.layers:
+                layer.reset()
+                layer.make_finite()
+        else:
+            self.cache = self._new_cache()
         running = self._running.attach(self.cache)
         self._by_position = [
             layer for index, layer in enumerate(self.cache.layers) if index not in running

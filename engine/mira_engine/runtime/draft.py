@@ -64,6 +64,7 @@ class DraftWindow:
         elapsed = time.perf_counter() - self._started
         self._executor.meter.draft_s += elapsed
         self._executor.meter.num_drafted += num_drafted
+        self._executor.keep_drafted()
         self._driver.end_draft(num_passes, elapsed - self._planning_s)
 
 

@@ -14,7 +14,8 @@ expert-wise execution; Mira IV-F for the served-by accounting.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
 
 import torch
 from mira_kernels.dispatch import linear
@@ -52,6 +53,16 @@ def _never() -> bool:
     return False
 
 
+class LayerWork(Protocol):
+    """One layer's routed experts, as they are computed bit by bit."""
+
+    def demand(self) -> list[tuple[int, int]]:
+        """Returns experts and how many tokens chose each, ascending by expert."""
+
+    def compute(self, experts: Sequence[tuple[ExpertId, int]]) -> None:
+        """Computes experts that are in these slots."""
+
+
 class ExpertExecutor:
     """Runs routed experts for every MoE layer of one loaded model.
 
@@ -80,7 +91,11 @@ class ExpertExecutor:
         self._bind = bind
         self._fused: FusedExperts | GpuExperts | None = None
         self._counts: list[torch.Tensor] = []
-        self._is_draft_in_slots = False
+        self._has_slot_table = False
+        """Whether what computes has a table of its own that says what is in the slots."""
+        self.is_drafted_kept = False
+        self.drafted: Sequence[Collection[int]] = ()
+        """By layer, the experts that the last draft chose; where `is_drafted_kept`."""
         self.predictor: PredictorBank | None = None
         """Tells what a later layer will need; used where the driver finds it worth it."""
         self.heat: RoutingHeat | None = None
@@ -113,9 +128,7 @@ class ExpertExecutor:
             CancelledError: The cancel flag was raised.
             StoreError: A record could not be read.
         """
-        check_cancelled(self.is_cancelled)
-        if self.recorder is not None:
-            self.recorder.record_layer(self.phase, layer, top_k_index.tolist())
+        self._begin_layer(layer, top_k_index)
         fused = self._fused
         if fused is not None and not fused.takes(hidden):
             fused = None
@@ -129,11 +142,35 @@ class ExpertExecutor:
         self._run_target(layer, plan, hidden, top_k_index)
         return plan.combine(top_k_weights).to(hidden.dtype)
 
+    def settle_layer(
+        self, layer: int, work: LayerWork, hidden: torch.Tensor, chosen: torch.Tensor
+    ) -> None:
+        """Has a layer of a captured pass computed: what `__call__` does for one that is not.
+
+        Args:
+            layer: MoE layer.
+            work: Computes.
+            hidden: `[T, C]`.
+            chosen: The router's choice `[T, k]`, on the host.
+
+        Raises:
+            CancelledError: The cancel flag was raised.
+            StoreError: A record could not be read.
+        """
+        self._begin_layer(layer, chosen)
+        self._run_target(layer, work, hidden, chosen)
+
+    def _begin_layer(self, layer: int, top_k_index: torch.Tensor) -> None:
+        check_cancelled(self.is_cancelled)
+        if self.recorder is not None:
+            self.recorder.record_layer(self.phase, layer, top_k_index.tolist())
+
     def use_fused(self, fused: FusedExperts | GpuExperts) -> None:
         """Computes by native calls from now on. Between replies only: roundings differ."""
         self._fused = fused
-        if self.draft is not None and self.draft.is_in_slots:
-            self._is_draft_in_slots = True
+        is_draft_in_slots = self.draft is not None and self.draft.is_in_slots
+        if is_draft_in_slots or isinstance(fused, GpuExperts):
+            self._has_slot_table = True
             for expert, slot in self.driver.residency.residents():
                 if self.driver.residency.is_ready(expert):
                     fused.place(expert, slot)
@@ -148,6 +185,11 @@ class ExpertExecutor:
         """Brings what the draft's launches counted to the driver's lookahead buffer."""
         if self._fused is not None:
             self._fused.gather_counts(self.driver.lookahead)
+
+    def keep_drafted(self) -> None:
+        """A draft window ends: keeps what its routers chose, where somebody asked for it."""
+        if self.is_drafted_kept and isinstance(self._fused, GpuExperts):
+            self.drafted = self._fused.drafted()
 
     def _run_draft(
         self,
@@ -181,7 +223,7 @@ class ExpertExecutor:
     def _run_target(
         self,
         layer: int,
-        plan: FusedPlan | GpuPlan | _LayerPlan,
+        plan: LayerWork,
         hidden: torch.Tensor,
         top_k_index: torch.Tensor,
     ) -> None:
@@ -299,13 +341,13 @@ class ExpertExecutor:
                 case Await(expert):
                     self.transfer.promote(expert)
                 case Fetch(expert, slot, reason, evicted):
-                    if evicted is not None and self._is_draft_in_slots:
+                    if evicted is not None and self._has_slot_table:
                         self._fused.remove(evicted)
                     traffic.num_prefetched += reason in AHEAD
                     is_demand = reason is FetchReason.MISS
                     self.transfer.submit(expert, slot, is_demand=is_demand)
                 case Evict(expert):
-                    if self._is_draft_in_slots:
+                    if self._has_slot_table:
                         self._fused.remove(expert)
                 case Skip() | Decline():
                     traffic.num_skipped += 1
@@ -330,7 +372,7 @@ class ExpertExecutor:
                 self.obey(self.driver.failed(item.slot))
                 error = error or (item.error if is_needed else None)
                 continue
-            if self._is_draft_in_slots:
+            if self._has_slot_table:
                 # First: the answer may give the slot to somebody else already.
                 self._fused.place(item.expert, item.slot)
             ready += self.obey(self.driver.landed(item.slot))

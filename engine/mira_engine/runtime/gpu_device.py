@@ -22,10 +22,11 @@ from ..checkpoint.store import ExpertStore
 from ..config import EngineConfig, format_bytes
 from ..errors import ConfigError, check_cancelled
 from ..events import MemoryPlan
-from ..types import DraftDense, DraftExperts, ExpertId, Plane, Precision
+from ..types import CompileMode, DraftDense, DraftExperts, ExpertId, Plane, Precision
 from .cuda_transfer import CudaTransfer
 from .disk import cannot_open, open_for_records, read_exactly
 from .gpu_experts import GpuArena, GpuDraft, GpuExperts, GpuForm, GpuSlotDraft, gpu_form
+from .graphs import CudaGraphs, Graphs
 from .host_memory import Allocate, PinnedSource, RingSource, allocate_chunks, pageable, pinned
 from .slots import slot_planes
 from .streams import CudaQueues, Queues
@@ -47,11 +48,13 @@ class GpuHandle:
         device: As torch names it.
         queues: Its lanes.
         allocate: Takes host memory that it can copy from without waiting.
+        graphs: Records its work, `None` where it cannot.
     """
 
     device: torch.device
     queues: Queues
     allocate: Allocate
+    graphs: Graphs | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +66,10 @@ class GpuDevice:
         draft: The resident draft, `None` without one.
         transfer: The link.
         experts: What computes them.
+        handle: The card.
     """
 
+    handle: GpuHandle
     slots: GpuArena
     draft: GpuDraft | GpuSlotDraft | None
     transfer: CudaTransfer
@@ -80,7 +85,9 @@ def open_card(index: int) -> GpuHandle:
     _require_card(index)
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
-    return GpuHandle(device=device, queues=CudaQueues(device), allocate=pinned)
+    return GpuHandle(
+        device=device, queues=CudaQueues(device), allocate=pinned, graphs=CudaGraphs(device)
+    )
 
 
 def _require_card(index: int) -> None:
@@ -161,7 +168,8 @@ def make_gpu_device(
         tell("no-latency", "A card's link is held to a rate only: the latency is left out.")
     if plan.draft_dense is not DraftDense.TARGET and plan.num_draft_tokens:
         tell("draft-dense", "On a card the draft multiplies as the target does.")
-    tell("uncompiled", "On a card steps are not compiled: they run module by module.")
+    if handle.graphs is None or config.compile_mode is CompileMode.OFF:
+        tell("uncompiled", "On this card steps are not captured: they run module by module.")
     fmt = _card_format(target)
     if fmt is not target.format:
         tell(
@@ -199,7 +207,7 @@ def make_gpu_device(
         draft=draft,
         device=device,
     )
-    return GpuDevice(slots=slots, draft=draft, transfer=transfer, experts=experts)
+    return GpuDevice(handle=handle, slots=slots, draft=draft, transfer=transfer, experts=experts)
 
 
 def _card_format(store: ExpertStore) -> ExpertFormat:

@@ -10,6 +10,7 @@ every launch); Mira, INT8 expert kernel.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,7 +27,7 @@ from ..types import ExpertId, Plane, Precision
 from .cuda_transfer import CudaTransfer
 
 if TYPE_CHECKING:
-    from mira_kernels.triton_experts import Between, LayerExperts, PlaneArena
+    from mira_kernels.triton_experts import Assignments, Between, LayerExperts, PlaneArena
 
 _STORED = {Precision.BF16: 0, Precision.INT8: 1, Precision.INT4: 2, Precision.NESTED: 3}
 
@@ -167,6 +168,8 @@ class GpuExperts:
         self._num_experts, self._device = num_experts, device
         self._draft = draft if isinstance(draft, GpuDraft) else None
         self._in_slots = torch.full((num_layers, num_experts), -1, dtype=torch.int32, device=device)
+        self._placed: list[set[int]] = [set() for _ in range(num_layers)]
+        """What the table in device memory says, as far as the host has written it."""
         self.transfer = transfer
         self._joins_draft = (
             self._draft is not None and fmt.precision is Precision.NESTED and len(slots.planes) == 1
@@ -195,13 +198,34 @@ class GpuExperts:
         """Begins another window."""
         self._counts.zero_()
 
+    @property
+    def num_experts(self) -> int:
+        """Experts of a layer."""
+        return self._num_experts
+
     def place(self, expert: ExpertId, slot: int) -> None:
-        """A draft with what the slots hold has this expert from now on."""
+        """What is launched from now on finds this expert in its slot by the device's table.
+
+        Only for slots whose copy the host has seen end: such launches wait for none.
+        """
+        self._placed[expert.layer].add(expert.expert)
         self._in_slots[expert.layer, expert.expert] = slot
 
     def remove(self, expert: ExpertId) -> None:
-        """It does without this expert from now on."""
+        """What is launched from now on does without this expert.
+
+        Before the slot is given to a copy; that one waits for launches that still read it.
+        """
+        self._placed[expert.layer].discard(expert.expert)
         self._in_slots[expert.layer, expert.expert] = -1
+
+    def num_placed(self, layer: int) -> int:
+        """Returns how many experts of a layer are in the device's table."""
+        return len(self._placed[layer])
+
+    def drafted(self) -> list[list[int]]:
+        """Returns by layer the experts that this window's draft launches have counted."""
+        return [[e for e, n in enumerate(row) if n] for row in self._counts.tolist()]
 
     def room(self, purpose: str, rows: int, width: int, dtype: torch.dtype) -> Tensor:
         """Returns zeroed `[rows, width]` of device memory that a purpose uses again and again."""
@@ -218,7 +242,10 @@ class GpuExperts:
         table = torch.full((self._num_experts,), -1, dtype=torch.int32)
         for expert, slot in experts:
             table[expert.expert] = slot
-        table = table.to(self._device, non_blocking=True)
+        return self._target_of(layer, table.to(self._device, non_blocking=True))
+
+    def _target_of(self, layer: int, table: Tensor) -> LayerExperts:
+        """The target's experts of a layer that a table has slots of."""
         planes = self._planes(table)
         if self._joins_draft:
             assert self._draft is not None
@@ -227,6 +254,77 @@ class GpuExperts:
             )
             return self._described(self._fmt, main, planes[0])
         return self._described(self._fmt, planes[0], planes[1] if len(planes) > 1 else None)
+
+    def compute(
+        self,
+        experts: Sequence[tuple[ExpertId, int]],
+        hidden: Tensor,
+        rows: Assignments,
+        result: Tensor,
+    ) -> None:
+        """Launches a layer's experts that are in slots; returns before they are done.
+
+        Args:
+            experts: With their slots, all of one layer.
+            hidden: `[T, C]`.
+            rows: The layer's routing.
+            result: `[T * k, C]`, of which these experts' rows are written.
+        """
+        from mira_kernels.triton_experts import expert_outputs
+
+        if not experts:
+            return
+        slots = [slot for _, slot in experts]
+        self.transfer.acquire(slots)
+        width = self._fmt.shape.intermediate_size
+        inner = self.room("inner", rows.num_rows, width, hidden.dtype)
+        described = self.layer(experts[0][0].layer, experts)
+        expert_outputs(hidden, described, rows, inner=inner, result=result)
+        self.transfer.release(slots)
+
+    def record_layer(
+        self, layer: int, hidden: Tensor, rows: Assignments, result: Tensor, misses: Tensor
+    ) -> None:
+        """Launches all of a layer's experts that the device's own table has slots of.
+
+        Ready to be recorded: nothing of it depends on the host. Whoever launches it has to say
+        so (`transfer.release_all`) before a slot is given to a copy.
+
+        Args:
+            layer: MoE layer.
+            hidden: `[T, C]`.
+            rows: The layer's routing.
+            result: `[T * k, C]`, of which the found experts' rows are written.
+            misses: int32 `[1]`, set to the assignments whose expert was in no slot.
+        """
+        from mira_kernels.triton_experts import expert_outputs
+
+        misses.zero_()
+        described = self._target_of(layer, self._in_slots[layer])
+        expert_outputs(hidden, described, rows, result=result, misses=misses)
+
+    def record_draft(self, layer: int, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """As `draft`, ready to be recorded: its memory is of the recording's pool."""
+        from mira_kernels.triton_experts import draft_layer
+
+        fmt, experts = self._draft_of(layer)
+        inner = hidden.new_empty(index.numel(), fmt.shape.intermediate_size)
+        result = torch.empty_like(hidden)
+        counts = self._counts[layer]
+        return draft_layer(hidden.contiguous(), experts, index, weights, counts, inner, result)
+
+    def keep_counts(self) -> Tensor:
+        """Returns a copy of the draft's counters, for `put_counts_back`."""
+        return self._counts.clone()
+
+    def put_counts_back(self, counts: Tensor) -> None:
+        """Sets the draft's counters to what they were."""
+        self._counts.copy_(counts)
+
+    def release_draft(self) -> None:
+        """Recorded draft launches have been replayed: they may read slots."""
+        if self._draft is None:
+            self.transfer.release_all()
 
     def draft(
         self, layer: int, hidden: Tensor, index: Tensor, weights: Tensor, counts: Tensor
@@ -295,6 +393,11 @@ def never_bound(expert: ExpertId, slot: int) -> BoundExpert:
     raise AssertionError("experts on a card are computed there")
 
 
+def demand_of(flat_experts: Sequence[int]) -> list[tuple[int, int]]:
+    """Returns experts and how often each was chosen, ascending by expert."""
+    return sorted(Counter(flat_experts).items())
+
+
 def _plane_arena(arena: GpuArena, plane: Plane, fmt: ExpertFormat, table: Tensor) -> PlaneArena:
     from mira_kernels.triton_experts import PlaneArena
 
@@ -315,10 +418,8 @@ class GpuPlan:
         self._experts = experts
         self._hidden = hidden.contiguous()
         self._rows = group_by_expert(index, experts._num_experts)
-        shape = experts._fmt.shape
-        num_rows = self._rows.num_rows
-        self._inner = experts.room("inner", num_rows, shape.intermediate_size, hidden.dtype)
-        self._out = experts.room("out", num_rows, shape.hidden_size, hidden.dtype)
+        width = experts._fmt.shape.hidden_size
+        self._out = experts.room("out", self._rows.num_rows, width, hidden.dtype)
         self._index = index
 
     @cached_property
@@ -328,23 +429,11 @@ class GpuPlan:
 
     def demand(self) -> list[tuple[int, int]]:
         """Returns experts and how many tokens chose each, ascending by expert."""
-        counts: dict[int, int] = {}
-        for expert in self.flat_experts:
-            counts[expert] = counts.get(expert, 0) + 1
-        return sorted(counts.items())
+        return demand_of(self.flat_experts)
 
     def compute(self, experts: Sequence[tuple[ExpertId, int]]) -> None:
         """Launches what is in slots; returns before it is done."""
-        from mira_kernels.triton_experts import expert_outputs
-
-        if not experts:
-            return
-        slots = [slot for _, slot in experts]
-        transfer = self._experts.transfer
-        transfer.acquire(slots)
-        described = self._experts.layer(experts[0][0].layer, experts)
-        expert_outputs(self._hidden, described, self._rows, inner=self._inner, result=self._out)
-        transfer.release(slots)
+        self._experts.compute(experts, self._hidden, self._rows, self._out)
 
     def combine(self, weights: Tensor) -> Tensor:
         """Weights and sums over top-k in the router's order. Returns `[T, C]`."""

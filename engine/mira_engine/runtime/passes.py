@@ -1,8 +1,8 @@
 """Forward passes of the loaded model: prefill chunks, single steps, verification.
 
-Each pass sets the executor's phase, runs a compiled step where there is one for that many
-tokens, else transformers' module tree, and returns the logits of the last positions. Runs
-in the engine thread.
+Each pass sets the executor's phase, runs a compiled or captured step where there is one for
+that many tokens, else transformers' module tree, and returns the logits of the last
+positions. Runs in the engine thread.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from ..model.operators import StepBinding
 from ..model.steps import StepSpec
 from ..types import DraftDense, Phase
 from .capture import CompiledStep
+from .captured import CapturedSteps
 from .executor import ExpertExecutor
 
 _CPU = torch.device("cpu")
@@ -53,6 +54,8 @@ class ModelPasses:
         self._executor = executor
         self._switch = switch
         self.state = state
+        self.captured: CapturedSteps | None = None
+        """Steps recorded on a card, where there are some."""
         self._steps: dict[tuple[bool, int], CompiledStep] = {}
         self._num_words = model.config.get_text_config().vocab_size
         self._modules = [module for _, module in expert_modules_of(model)]
@@ -78,7 +81,11 @@ class ModelPasses:
         is_draft = phase is Phase.DRAFT
         meter = self._executor.meter
         step = self._step_for(len(tokens), is_draft)
-        if step is not None:
+        recorded = self.captured.run(tokens, phase) if self.captured is not None else None
+        if recorded is not None:
+            meter.num_compiled_passes += 1
+            logits = recorded[-num_logits:]
+        elif step is not None:
             meter.num_compiled_passes += 1
             logits = self._run_step(step, tokens)[-num_logits:]
         else:

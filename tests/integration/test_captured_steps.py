@@ -1,0 +1,441 @@
+"""Captured steps give the text of a pass module by module, wherever the host stands.
+
+Without a card: recordings are replayed operator by operator, in memory that is nan where a
+device would have used it for something else (`fake_graphs`), kernels run in triton's
+interpreter, and every copy is checked against every launch (`fake_queues`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from fake_queues import FakeQueues
+from mira_engine.config import EngineConfig, MemoryAmount, SamplingConfig
+from mira_engine.engine import Engine
+from mira_engine.events import Notice
+from mira_engine.library import ModelHome, ModelLibrary
+from mira_engine.prepare import prepare
+from mira_engine.types import CompileMode, ComputeDtype, DraftExperts, FinishReason, Precision
+from torch import Tensor
+
+pytest.importorskip("triton", reason="triton has no wheel for this system")
+
+from fake_graphs import FakeGraphs
+from mira_engine.model import bucketed
+from mira_engine.policy.launching import Launch, LaunchAhead
+from mira_engine.runtime import captured_model, gpu_device
+from mira_engine.runtime.captured import DraftStep
+from mira_engine.runtime.captured_memory import BoundaryMemory
+from mira_engine.runtime.captured_target import TargetStep
+from mira_engine.runtime.gpu_device import GpuHandle
+from mira_engine.runtime.gpu_experts import GpuExperts
+from mira_engine.runtime.host_memory import pageable
+
+NEW_TOKENS = 6
+BASE = EngineConfig(
+    precision=Precision.BF16,
+    dtype=ComputeDtype.FLOAT32,
+    budget=MemoryAmount(share=8.0),
+    num_draft_tokens=0,
+    context_length=64,
+    num_threads=1,
+)
+PROMPT = [7, 99, 23, 180]
+DRAFTING = {
+    "precision": Precision.NESTED,
+    "num_draft_tokens": 3,
+    "draft_experts": DraftExperts.ALL,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """What stands for a card."""
+
+    queues: FakeQueues
+    graphs: FakeGraphs
+
+
+@pytest.fixture(scope="module")
+def prepared(
+    tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Callable[..., Path]
+) -> Callable[[str, Precision], ModelHome]:
+    """Prepares a family's tiny checkpoint, without sliding windows, in a precision, once."""
+    library = ModelLibrary(tmp_path_factory.mktemp("captured"))
+
+    def make(family: str, precision: Precision, *, has_windows: bool = False) -> ModelHome:
+        home = library.resolve(str(tiny_checkpoint(family, has_windows=has_windows)))
+        if not home.is_ready(precision):
+            prepare(home, precision, on_progress=lambda *_: None, is_cancelled=lambda: False)
+        return home
+
+    return make
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Card:
+    """A card with 8 GiB that is host memory, and records what it does."""
+    queues = FakeQueues()
+    graphs = FakeGraphs(queues)
+    graphs.install(monkeypatch)
+    handle = GpuHandle(device=torch.device("cpu"), queues=queues, allocate=pageable, graphs=graphs)
+    monkeypatch.setattr(gpu_device, "open_card", lambda index: handle)
+    monkeypatch.setattr(gpu_device, "free_device_bytes", lambda index: 8 << 30)
+    monkeypatch.setattr(gpu_device, "peak_device_bytes", lambda index: 0)
+    return Card(queues, graphs)
+
+
+@pytest.fixture
+def load() -> Iterator[Callable[..., Engine]]:
+    """Loads engines and closes them."""
+    engines: list[Engine] = []
+
+    def make(home: ModelHome, notices: list[Notice] | None = None, **changes: object) -> Engine:
+        told = [] if notices is None else notices
+        engine = Engine.load(home, replace(BASE, **changes), on_notice=told.append)
+        engine._end_ids = frozenset()
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def _text(engine: Engine, prompt: list[int] = PROMPT, num_tokens: int = NEW_TOKENS) -> list[int]:
+    steps = engine.reply(prompt, SamplingConfig(max_new_tokens=num_tokens))
+    return [step for step in steps if isinstance(step, int)]
+
+
+def _steps(engine: Engine, kind: type) -> list:
+    assert engine.captured is not None
+    return [step for step in engine.captured.steps if type(step) is kind]
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "olmoe"])
+def test_text_of_captured_steps_with_misses_is_the_processors(
+    family: str, prepared, load, card: Card
+) -> None:
+    home = prepared(family, Precision.BF16)
+    expected = _text(load(home))
+
+    engine = load(home, gpu=0, budget=MemoryAmount(share=1.0))
+
+    assert _text(engine) == expected
+    meter = engine.executor.meter
+    assert meter.decode.num_misses > 0
+    assert meter.num_compiled_passes == NEW_TOKENS - 1
+    assert meter.num_eager_passes == 1, "the prompt"
+    assert len(_steps(engine, TargetStep)) == 1
+
+
+@pytest.mark.parametrize("experts", [DraftExperts.ALL, DraftExperts.CACHED])
+def test_text_of_captured_drafts_and_verifications_is_the_processors(
+    experts: DraftExperts, prepared, load, card: Card
+) -> None:
+    home = prepared("qwen2_moe", Precision.NESTED)
+    expected = _text(load(home, precision=Precision.NESTED))
+    changes = DRAFTING | {"draft_experts": experts, "budget": MemoryAmount(share=0.75)}
+
+    engine = load(home, gpu=0, **changes)
+
+    assert _text(engine) == expected
+    assert _steps(engine, DraftStep)
+    assert _steps(engine, TargetStep)
+    meter = engine.executor.meter
+    assert meter.num_drafted > 0
+    assert meter.num_compiled_passes > meter.num_eager_passes
+
+
+def test_logits_of_captured_steps_do_not_depend_on_misses_bit_by_bit(
+    prepared, load, card: Card
+) -> None:
+    home = prepared("qwen2_moe", Precision.BF16)
+    found = []
+    for share in (8.0, 1.0):
+        engine = load(home, gpu=0, budget=MemoryAmount(share=share))
+        logits: list[Tensor] = []
+        run = engine.captured.run
+
+        def listening(tokens, phase, *, _run=run, _logits=logits):
+            made = _run(tokens, phase)
+            if made is not None:
+                _logits.append(made.clone())
+            return made
+
+        engine.captured.run = listening
+        _text(engine)
+        found.append(logits)
+    assert engine.executor.meter.decode.num_misses > 0
+    assert len(found[0]) == len(found[1]) == NEW_TOKENS - 1
+    for whole, small in zip(*found, strict=True):
+        assert torch.equal(whole, small)
+
+
+def test_verification_launched_ahead_with_fewer_slots_than_it_needs_rolls_through_them(
+    prepared, load, card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = prepared("qwen2_moe", Precision.NESTED)
+    expected = _text(load(home, precision=Precision.NESTED))
+    monkeypatch.setattr(LaunchAhead, "choose", _always)
+
+    engine = load(home, gpu=0, budget=MemoryAmount(share=0.6), **DRAFTING)
+    assert engine.plan.num_slots < 8, "four tokens can choose eight experts of a layer"
+
+    assert _text(engine) == expected
+    [step] = [step for step in _steps(engine, TargetStep) if step._inputs.num_tokens == 4]
+    assert step.num_repaired > 0
+
+
+def test_text_goes_on_beyond_the_end_of_a_bucket(
+    prepared, load, card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bucketed, "MIN_BUCKET_TOKENS", 8)
+    home = prepared("mixtral", Precision.BF16)
+    expected = _text(load(home), num_tokens=8)
+
+    engine = load(home, gpu=0)
+
+    assert _text(engine, num_tokens=8) == expected
+    assert len(_steps(engine, TargetStep)) == 2, "8 and 16 places"
+
+
+def test_second_chat_and_a_chat_after_a_reset_use_the_same_recordings(
+    prepared, load, card: Card
+) -> None:
+    home = prepared("qwen2_moe", Precision.NESTED)
+    plain = load(home, precision=Precision.NESTED)
+    engine = load(home, gpu=0, precision=Precision.NESTED)
+    other = [200, 3, 77]
+    first = _text(engine)
+    room = [layer.keys.data_ptr() for layer in engine.state.cache.layers]
+    num_captures = card.graphs.num_captures
+
+    texts = [_text(engine, other, 3)]
+    engine.state.reset()
+    texts.append(_text(engine, num_tokens=3))
+
+    assert texts == [_text(plain, other, 3), first[:3]]
+    assert [layer.keys.data_ptr() for layer in engine.state.cache.layers] == room
+    assert card.graphs.num_captures == num_captures
+
+
+def test_chat_after_nan_in_the_room_is_what_it_was(prepared, load, card: Card) -> None:
+    engine = load(prepared("mixtral", Precision.BF16), gpu=0)
+    expected = _text(engine, num_tokens=3)
+    with torch.inference_mode():
+        for layer in engine.state.cache.layers:
+            layer.values.fill_(float("nan"))
+
+    engine.state.reset()
+
+    assert _text(engine, num_tokens=3) == expected
+
+
+def test_reply_cancelled_inside_a_captured_pass_leaves_a_chat_that_goes_on(
+    prepared, load, card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = prepared("qwen2_moe", Precision.BF16)
+    expected = _text(load(home))
+    engine = load(home, gpu=0, budget=MemoryAmount(share=1.0))
+    launch, num_launches = TargetStep.launch, 0
+
+    def cancelling(self: TargetStep, piece: int) -> None:
+        nonlocal num_launches
+        num_launches += 1
+        if num_launches == 6:
+            engine.cancel()
+        launch(self, piece)
+
+    monkeypatch.setattr(TargetStep, "launch", cancelling)
+    reply = engine.reply(PROMPT, SamplingConfig(max_new_tokens=NEW_TOKENS))
+    made, reason = [], None
+    while reason is None:
+        try:
+            made.append(next(reply))
+        except StopIteration as stop:
+            reason = stop.value
+    assert reason is FinishReason.CANCELLED
+    engine.clear_cancel()
+    kept = [token for token in made if isinstance(token, int)]
+
+    assert kept + _text(engine, PROMPT + kept, NEW_TOKENS - len(kept)) == expected
+
+
+# -- without waiting -----------------------------------------------------------------------
+
+
+def _always(self: LaunchAhead, layer: int, **what: object) -> Launch:
+    return Launch.EXPECTED
+
+
+def test_pieces_launched_ahead_without_their_experts_are_repaired(
+    prepared, load, card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = prepared("qwen2_moe", Precision.BF16)
+    expected = _text(load(home))
+    monkeypatch.setattr(LaunchAhead, "choose", _always)
+
+    engine = load(home, gpu=0, budget=MemoryAmount(share=1.0))
+
+    assert _text(engine) == expected
+    steps = _steps(engine, TargetStep)
+    assert sum(step.num_repaired for step in steps) > 0
+    assert sum(step.num_ahead for step in steps) > sum(step.num_repaired for step in steps)
+
+
+def test_nothing_is_waited_for_where_all_experts_are_resident(prepared, load, card: Card) -> None:
+    engine = load(prepared("olmoe", Precision.BF16), gpu=0)
+    engine.fill_hot([(layer, expert) for layer in range(2) for expert in range(8)])
+
+    _text(engine)
+
+    [step] = _steps(engine, TargetStep)
+    assert step.num_ahead == 2 * (NEW_TOKENS - 1)
+    assert step.num_repaired == 0
+
+
+def test_driver_is_told_the_same_whether_pieces_are_launched_ahead_or_not(
+    prepared, load, card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = prepared("qwen2_moe", Precision.BF16)
+    told = []
+    for is_ahead in (False, True):
+        monkeypatch.setattr(
+            LaunchAhead, "choose", _always if is_ahead else lambda *_, **__: Launch.WAIT
+        )
+        engine = load(home, gpu=0, budget=MemoryAmount(share=1.0))
+        calls: list[tuple[str, list]] = []
+        engine.executor.driver.on_decision = lambda name, given, _, calls=calls: calls.append(
+            (name, list(given))
+        )
+        _text(engine)
+        told.append([call for call in calls if call[0] == "enter_layer"])
+    assert told[0] == told[1]
+    assert engine.executor.meter.decode.num_misses > 0
+    assert engine.captured.steps[0].num_repaired > 0
+
+
+# -- faults that have to be seen -----------------------------------------------------------
+
+
+def _is_wrong(engine: Engine, expected: list[int]) -> bool:
+    """Whether a planted fault changed the text or broke the reply."""
+    try:
+        return _text(engine) != expected
+    except Exception:  # noqa: BLE001 - nan, an index out of range: whatever poison leads to
+        return True
+
+
+def test_count_of_misses_that_is_ignored_is_seen(
+    prepared, load, card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = prepared("qwen2_moe", Precision.BF16)
+    expected = _text(load(home))
+    monkeypatch.setattr(LaunchAhead, "choose", _always)
+    record = GpuExperts.record_layer
+
+    def uncounted(self: GpuExperts, layer, hidden, rows, result, misses) -> None:
+        record(self, layer, hidden, rows, result, misses.clone())
+
+    monkeypatch.setattr(GpuExperts, "record_layer", uncounted)
+
+    assert _is_wrong(load(home, gpu=0, budget=MemoryAmount(share=1.0)), expected)
+
+
+def test_memory_that_is_not_kept_between_pieces_is_seen(
+    prepared, load, card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = prepared("qwen2_moe", Precision.BF16)
+    expected = _text(load(home))
+    monkeypatch.setattr(BoundaryMemory, "cut", lambda self: None)
+
+    assert _is_wrong(load(home, gpu=0), expected)
+
+
+def test_position_that_is_a_number_is_seen(
+    prepared, load, card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = prepared("mixtral", Precision.BF16)
+    expected = _text(load(home))
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        layer, start = self.layers[layer_idx], len(PROMPT)
+        layer.keys[:, :, start : start + 1] = key_states
+        layer.values[:, :, start : start + 1] = value_states
+        return layer.keys[:, :, : self._bucket], layer.values[:, :, : self._bucket]
+
+    monkeypatch.setattr(bucketed.BucketCache, "update", update)
+
+    assert _is_wrong(load(home, gpu=0), expected)
+
+
+def test_slot_given_away_under_a_launch_is_seen(
+    prepared, load, card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LaunchAhead, "choose", _always)
+    home = prepared("qwen2_moe", Precision.BF16)
+    engine = load(home, gpu=0, budget=MemoryAmount(share=1.0))
+    monkeypatch.setattr(engine.transfer, "release_all", lambda: None)
+
+    with pytest.raises(AssertionError, match="written while it may be read"):
+        _text(engine)
+
+
+# -- what cannot be captured ---------------------------------------------------------------
+
+
+def test_family_with_windows_runs_module_by_module_and_says_so(prepared, load, card: Card) -> None:
+    home = prepared("mixtral", Precision.BF16, has_windows=True)
+    expected, notices = _text(load(home)), []
+
+    engine = load(home, notices, gpu=0)
+
+    assert _text(engine) == expected
+    assert engine.captured is None
+    assert "uncaptured" in {notice.code for notice in notices}
+
+
+def test_pass_that_asks_the_device_runs_module_by_module_and_says_so(
+    prepared, load, card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = prepared("mixtral", Precision.BF16)
+    expected, notices = _text(load(home)), []
+    mask = bucketed.bucket_mask
+
+    def asking(positions: Tensor, bucket: int) -> Tensor:
+        assert int(positions[0]) >= 0
+        return mask(positions, bucket)
+
+    monkeypatch.setattr(captured_model, "bucket_mask", asking)
+
+    engine = load(home, notices, gpu=0)
+
+    assert _text(engine) == expected
+    assert engine.executor.meter.num_compiled_passes == 0
+    [told] = [notice for notice in notices if notice.code == "uncaptured"]
+    assert "cannot be recorded" in told.text
+
+
+def test_no_step_is_captured_where_compiling_is_off(prepared, load, card: Card) -> None:
+    notices: list[Notice] = []
+    engine = load(prepared("mixtral", Precision.BF16), notices, gpu=0, compile_mode=CompileMode.OFF)
+
+    _text(engine)
+
+    assert card.graphs.num_captures == 0
+    assert engine.executor.meter.num_compiled_passes == 0
+    assert "uncompiled" in {notice.code for notice in notices}
+
+
+def test_steps_are_captured_without_a_word(prepared, load, card: Card) -> None:
+    notices: list[Notice] = []
+    engine = load(prepared("mixtral", Precision.BF16), notices, gpu=0)
+
+    _text(engine)
+
+    assert not {notice.code for notice in notices} & {"uncompiled", "uncaptured"}
