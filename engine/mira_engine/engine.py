@@ -9,9 +9,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+from mira_kernels import native
 
 from .checkpoint.experts import expert_modules_of
 from .checkpoint.store import ExpertStore
@@ -56,6 +58,7 @@ from .runtime.telemetry import LiveSamples, MemoryProbe, ReplyMeter
 from .trace import TracedRound, TraceHeader, TraceRecorder
 from .types import (
     CompileMode,
+    ComputeDtype,
     DraftExperts,
     ExpertId,
     FinishReason,
@@ -212,6 +215,8 @@ class Engine:
         device = self._make_gpu_device() if config.gpu is not None else self._make_device()
         self.transfer = device.transfer
         self.cache_setup = load_plan.cache_setup(config, manifest, device.transfer.record_bytes)
+        if isinstance(device, GpuDevice):
+            self.cache_setup = replace(self.cache_setup, host=device.host_setup)
         self.executor = ExpertExecutor(
             driver=ExpertCacheDriver(self.cache_setup),
             transfer=device.transfer,
@@ -220,6 +225,7 @@ class Engine:
         )
         if isinstance(device, GpuDevice):
             self.executor.use_fused(device.experts)
+            self.executor.host = device.host
         self.executor.is_cancelled = self._cancelled.is_set
         self._load_predictor()
         if config.trace_path is not None:
@@ -278,6 +284,8 @@ class Engine:
         modules = [module for _, module in expert_modules_of(self.model)]
         form = form_of(modules, self.model.config.model_type, self.config.precision)
         handle = gpu_device.open_card(self.config.gpu)
+        if self._cache_dir is not None and self.config.dtype is ComputeDtype.BFLOAT16:
+            native.load(self._cache_dir)  # Where they are built: for what the processor computes.
         self.model.to(handle.device)
         return make_gpu_device(
             handle,
@@ -286,6 +294,7 @@ class Engine:
             self._target,
             self._draft_source,
             form,
+            modules[0],
             is_cancelled=self._is_load_cancelled,
             tell=self._notice,
         )
@@ -444,6 +453,7 @@ class Engine:
                 f"(this model reads up to {self.longest_context} tokens).",
             )
         limit = min(room, sampling.max_new_tokens or room)
+        self._allow_host(sampling)
         sampler = Sampler(sampling)
         depth: DepthPolicy = self._fixed_depth
         if self._is_seed_at_stake(sampling):
@@ -499,6 +509,12 @@ class Engine:
         """
         is_repeatable = not sampling.is_greedy and sampling.seed is not None
         return is_repeatable and self.plan.draft_experts is DraftExperts.CACHED
+
+    def _allow_host(self, sampling: SamplingConfig) -> None:
+        """Leaves misses to the processor, but for a seed: its text must not depend on time."""
+        if self.executor.host is not None:
+            is_repeatable = not sampling.is_greedy and sampling.seed is not None
+            self.executor.obey(self.executor.driver.allow_host(not is_repeatable))
 
     def _read_prompt(self, history: list[int], sampler: Sampler) -> Iterator[tuple[int, int]]:
         """Prefills what is not cached and appends the first new token to `history`."""
@@ -681,6 +697,12 @@ class Engine:
                 "The file system does not allow O_DIRECT: records pass through the page cache.",
             )
 
+        if self.executor.meter.decode.num_on_host:
+            self._tell_once(
+                "host-experts",
+                "Some experts are computed by the processor; texts can differ in rounding. "
+                "--deterministic turns that off.",
+            )
         driver = self.executor.driver
         if not driver.payoff.is_on:
             self._tell_once("prefetch-off", driver.payoff.reason)
@@ -727,6 +749,8 @@ class Engine:
         """Stops the readers and what is compiled in the background, gives the memory back."""
         if self.native_path is not None:
             self.native_path.close()
+        if self.executor.host is not None:
+            self.executor.host.close()
         self.transfer.close()
 
 

@@ -24,6 +24,7 @@ from ..checkpoint.formats import BoundExpert, ExpertFormat
 from ..policy.lookahead import ExpertLookaheadBuffer
 from ..types import ExpertId, Plane, Precision
 from .cuda_transfer import CudaTransfer
+from .host_experts import HostDemand
 
 if TYPE_CHECKING:
     from mira_kernels.triton_experts import Between, LayerExperts, PlaneArena
@@ -345,6 +346,15 @@ class GpuPlan:
         described = self._experts.layer(experts[0][0].layer, experts)
         expert_outputs(self._hidden, described, self._rows, inner=self._inner, result=self._out)
         transfer.release(slots)
+
+    def host_demand(self, experts: Sequence[ExpertId]) -> HostDemand:
+        """Describes what the processor is to compute of this pass."""
+        return HostDemand(
+            hidden=self._hidden,
+            flat_experts=self.flat_experts,
+            outputs=self._out,
+            experts=experts,
+        )
 
     def combine(self, weights: Tensor) -> Tensor:
         """Weights and sums over top-k in the router's order. Returns `[T, C]`."""
