@@ -3,8 +3,9 @@
 Method: real routing (two domains of DeepSeek-V2-Lite) through the engine's driver on a virtual
 clock, plain decoding and drafts of four tokens, LRU, room for 16 and 32 of 64 experts a layer.
 A record takes 1 ms of the link; an expert on the host between a quarter of that and four times
-as much, a further token a tenth of it. Times are ratios to the same run without the host. The
-window is the number of passes within which a second miss brings an expert; 0 brings nothing.
+as much, a further token a tenth of it. Times are ratios to the same run without the host. What
+the host computes is brought where its last miss is no more uses of experts ago than the span
+times the slots, or in the pass before.
 Left out: that link and processor share the host's memory, which the rates measured at loading
 do not see either; prompts; other machines than the one these numbers stand for.
 
@@ -27,7 +28,7 @@ from mira_engine.simulator.systems import System, all_systems
 from mira_engine.simulator.workload import Round, make_rounds, read_token_trace
 
 SHARED = Path(os.environ.get("MIRA_SHARED", Path(__file__).resolve().parents[3] / "shared"))
-WINDOWS = (0, 4, 16, 64, 256, 10**9)
+SPANS = (0.0, 0.25, 0.5, 1.0, 2.0, 1e9)
 HOST_RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Seconds of the host for an expert by those of the link for its record."""
 
@@ -51,7 +52,7 @@ def run(
 
 
 def compare(domain: str, k: int, share: int, num_tokens: int) -> dict[str, dict[str, float]]:
-    """Prints times by window and speed of the host; returns them."""
+    """Prints times by span and speed of the host; returns them."""
     trace = read_token_trace(SHARED / "traces" / f"{domain}.npz")
     num_layers = trace.ids.shape[1]
     trace = trace.part(0, min(len(trace.ids), num_tokens + WARMUP_TOKENS))
@@ -68,12 +69,12 @@ def compare(domain: str, k: int, share: int, num_tokens: int) -> dict[str, dict[
     found: dict[str, dict[str, float]] = {}
     for ratio in HOST_RATIOS:
         row = found[f"host {ratio}"] = {}
-        for window in WINDOWS:
-            host_misses.WINDOW_PASSES = window
+        for span in SPANS:
+            host_misses.RETURN_SPAN = span
             done = run(rounds, system, shape, ratio)
-            row[f"{window}"] = round(done.tpot_s / alone.tpot_s, 3)
+            row[f"{span:g}"] = round(done.tpot_s / alone.tpot_s, 3)
         on_host = done.traffic.num_on_host / max(1, done.traffic.num_misses)
-        cells = "  ".join(f"{window}: {value:.3f}" for window, value in row.items())
+        cells = "  ".join(f"{span}: {value:.3f}" for span, value in row.items())
         print(f"  host takes {ratio:4.2f} of a copy  {cells}   ({on_host:.0%} of misses at last)")
     return found
 

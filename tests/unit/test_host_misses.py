@@ -14,7 +14,6 @@ from mira_engine.policy.eviction import LfuEviction
 from mira_engine.policy.host_misses import (
     MAX_HOST_TOKENS,
     MIN_GAIN,
-    WINDOW_PASSES,
     HostMisses,
     HostSetup,
     num_on_host,
@@ -180,7 +179,7 @@ def test_what_the_host_computes_has_no_slot_afterwards() -> None:
 # -- not for ever ---------------------------------------------------------------------------
 
 
-def test_second_miss_within_the_window_brings_the_expert() -> None:
+def test_second_miss_that_a_slot_would_have_spared_brings_the_expert() -> None:
     driver = ExpertCacheDriver(FAST)
     assert fetched(driver.enter_layer(0, [(1, 1)])) == []
     driver.end_pass(1)
@@ -199,20 +198,42 @@ def test_misses_far_from_each_other_bring_nothing() -> None:
     for number in range(3):
         actions = driver.enter_layer(0, [(1, 1)])
         assert (on_host(actions), fetched(actions)) == ([1], []), number
-        for _ in range(WINDOW_PASSES + 1):
-            driver.end_pass(1)
+        for expert in range(SETUP.num_slots):
+            driver.enter_layer(1 + number, [(expert, 1)])
 
 
-def test_what_comes_back_takes_no_slot_of_the_layer_and_few_at_a_time() -> None:
-    driver = ExpertCacheDriver(replace(FAST, num_slots=3, num_reserved_slots=1, max_predicted=2))
+def test_expert_that_every_pass_misses_is_brought_however_few_the_slots() -> None:
+    driver = ExpertCacheDriver(replace(FAST, num_slots=2))
+    seen = []
+    for _ in range(3):
+        for layer in range(4):
+            seen += fetched(driver.enter_layer(layer, [(1, 1), (2, 1)]))
+        driver.end_pass(1)
+    assert seen[0] == (1, FetchReason.RECURRING)
+
+
+def test_what_comes_back_comes_one_at_a_time() -> None:
+    driver = ExpertCacheDriver(FAST)
+    driver.enter_layer(0, [(1, 1), (2, 1)])
+    assert len(fetched(driver.enter_layer(0, [(1, 1), (2, 1)]))) == 1
+    assert fetched(driver.enter_layer(0, [(2, 1)])) == [], "the other is on its way"
+
+
+def test_what_comes_back_leaves_slots_whose_records_a_miss_need_not_wait_for() -> None:
+    driver = ExpertCacheDriver(replace(FAST, num_slots=2, num_reserved_slots=2))
+    for _ in range(3):
+        assert fetched(driver.enter_layer(0, [(1, 1)])) == []
+
+
+def test_what_comes_back_takes_no_slot_of_the_layer() -> None:
+    driver = ExpertCacheDriver(replace(FAST, num_slots=3))
     driver.begin_prefill(1)
     for expert in (5, 6, 7):
         land(driver, driver.enter_layer(0, [(expert, 1)]))
     driver.end_prefill()
-    driver.enter_layer(0, [(1, 1), (2, 1), (3, 1)])
-    driver.end_pass(1)
+    driver.enter_layer(0, [(1, 1), (2, 1)])
 
-    actions = driver.enter_layer(0, [(1, 1), (2, 1), (3, 1), (6, 1), (7, 1)])
+    actions = driver.enter_layer(0, [(1, 1), (6, 1), (7, 1)])
 
     assert fetched(actions) == [(1, FetchReason.RECURRING)]
     assert [a.evicted.expert for a in actions if isinstance(a, Fetch)] == [5]
@@ -235,11 +256,10 @@ def test_expert_that_is_coming_back_is_waited_for_like_a_prefetch() -> None:
 
 def test_misses_on_the_host_count_as_uses() -> None:
     order = LfuEviction()
-    driver = ExpertCacheDriver(replace(FAST, eviction=Eviction.LFU), order)
-    for _ in range(3):
-        driver.enter_layer(0, [(1, 1)])
-        driver.leave_layer()
-    assert order._counts[ExpertId(0, 1)] == 3
+    driver = ExpertCacheDriver(FAST, order)
+    for layer in (0, 1, 2):
+        driver.enter_layer(layer, [(1, 2)])
+    assert order._counts == {ExpertId(layer, 1): 1 for layer in (0, 1, 2)}
 
 
 @pytest.mark.parametrize("mode", [CacheMode.LARGE, CacheMode.SMALL])

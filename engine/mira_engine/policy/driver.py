@@ -157,7 +157,6 @@ class ExpertCacheDriver:
                 num_experts=setup.num_experts,
                 top_k=setup.top_k,
                 num_reserved_slots=setup.num_reserved_slots,
-                max_returning=setup.max_predicted,
             )
         self._has_regions = setup.num_hot_slots is not None
         self._is_prediction_wanted = True

@@ -5,9 +5,10 @@ over the link, or its few tokens are computed where the record is. Both go on at
 a layer's misses as many are computed on the host as make the later of both ends come first.
 Rates come in as numbers that were measured; how long the host really took is observed.
 
-What the host computes gets no slot by that. An expert that is missing for the second time
-within a window of passes is brought besides, behind everything that somebody waits for, so
-that a hot one does not stay on the host.
+What the host computes gets no slot by that. An expert that is missing again before as many
+experts were used as there are slots, which would have it still had it been fetched, or that
+every pass misses, is brought besides, behind everything that somebody waits for: a hot one
+does not stay on the host.
 
 Source: Fiddler (arXiv 2402.07033), the choice between copying an expert and computing it on
 the processor by a latency model; HybriMoE (arXiv 2504.05897), both at once within a layer.
@@ -34,8 +35,14 @@ not worth another rounding."""
 MAX_OVERTAKING = 3
 """Records of prefetches that a demand waits for: as many as a card's link begins at once."""
 
-WINDOW_PASSES = 64
-"""Target passes within which a second miss brings an expert."""
+RETURN_SPAN = 1.0
+"""Uses of experts between two misses of one, by slots, up to which it is brought. Time of a
+token by `tests/bench/host_misses.py` of 2026-11-30, LRU, 32 of 64, law, a host of a quarter, half
+and all of a copy's time, by that without a host: at 0 .36, .50, .68, at .5 .35, .50, .68, at 1 .34, .50,
+.68, without a limit .35, .51, .75; .44, .54, .68 where nothing was brought."""
+
+MAX_RETURNING = 1
+"""Records under way of what the host computed: nobody waits for them."""
 
 _WEIGHT = 0.1
 """Of one pass in the host's observed slowdown."""
@@ -112,7 +119,6 @@ class HostMisses:
         num_experts: Experts of a layer.
         top_k: Experts of a token in a layer.
         num_reserved_slots: Slots whose records a miss need not wait for.
-        max_returning: Most records under way of what the host computed.
     """
 
     def __init__(
@@ -122,16 +128,18 @@ class HostMisses:
         num_experts: int,
         top_k: int,
         num_reserved_slots: int = 0,
-        max_returning: int = 1,
     ) -> None:
         self._setup = setup
         self._num_experts = num_experts
         self._max_routed = MAX_HOST_TOKENS * top_k
         self._num_reserved_slots = num_reserved_slots
-        self._max_returning = max_returning
-        self._num_passes = 0
-        self._missed_in: dict[ExpertId, int] = {}
-        """Number of the pass in which an expert was last missing."""
+        self._num_uses = 0
+        """Experts that passes have used, each time counted."""
+        self._num_pass_uses = 0
+        """Of the last pass."""
+        self._pass_began_at = 0
+        self._missed_at: dict[ExpertId, int] = {}
+        """The same number when an expert was last missing."""
         self._recurring: list[ExpertId] = []
         """What the host computes of the layer, and missed lately."""
         self._returning: list[ExpertId] = []
@@ -155,12 +163,14 @@ class HostMisses:
         """
         if residency.is_prefilling or not self.is_allowed:
             return frozenset()
+        self._num_uses += len(tokens_of)
         misses = [e for e in sorted(tokens_of) if residency.slot_of(e) is None]
         if not misses or sum(tokens_of.values()) > self._max_routed:
             return frozenset()
         chosen = self._choose(misses, tokens_of, residency)
         self._expected_s += sum(self._setup.compute_s(tokens_of[expert]) for expert in chosen)
-        recurring = [expert for expert in misses if self._note_miss(expert)]
+        span = max(RETURN_SPAN * residency.num_slots, self._num_pass_uses)
+        recurring = [expert for expert in misses if self._note_miss(expert, span)]
         self._recurring = [expert for expert in recurring if expert in chosen]
         for expert in chosen:
             residency.note_miss(expert)
@@ -183,11 +193,11 @@ class HostMisses:
         )
         return held[:number]
 
-    def _note_miss(self, expert: ExpertId) -> bool:
-        """Takes in that an expert was missing. Returns whether it was within the window."""
-        before = self._missed_in.get(expert)
-        self._missed_in[expert] = self._num_passes
-        return before is not None and 0 < self._num_passes - before <= WINDOW_PASSES
+    def _note_miss(self, expert: ExpertId, span: float) -> bool:
+        """Takes in that an expert was missing. Returns whether it was so within the span."""
+        before = self._missed_at.get(expert)
+        self._missed_at[expert] = self._num_uses
+        return before is not None and self._num_uses - before <= span
 
     def bring_back(self, residency: ResidencyTable, protected: Collection[ExpertId]) -> list[Fetch]:
         """Fetches for the next time what the host computes now and did not for the first time.
@@ -202,7 +212,7 @@ class HostMisses:
         self._returning = [e for e in self._returning if _is_loading(residency, e)]
         for expert in self._recurring:
             num_busy = residency.num_loading + self._num_reserved_slots
-            if len(self._returning) >= self._max_returning or num_busy >= residency.num_slots:
+            if len(self._returning) >= MAX_RETURNING or num_busy >= residency.num_slots:
                 break
             fetch = residency.admit(expert, FetchReason.RECURRING, protected=protected)
             if fetch is None:
@@ -213,7 +223,8 @@ class HostMisses:
 
     def end_pass(self, host_s: float) -> None:
         """A target pass is over, of which the host computed for `host_s` seconds."""
-        self._num_passes += 1
+        self._num_pass_uses = self._num_uses - self._pass_began_at
+        self._pass_began_at = self._num_uses
         if self._expected_s > 0.0:
             ratio = min(_MAX_RATIO, host_s / self._expected_s)
             self.slowdown += _WEIGHT * (ratio - self.slowdown)
@@ -224,6 +235,7 @@ class HostMisses:
     def end_reply(self) -> None:
         """A reply is over in any way: what was begun of a pass says nothing."""
         self._expected_s = 0.0
+        self._pass_began_at = self._num_uses
 
 
 def _is_loading(residency: ResidencyTable, expert: ExpertId) -> bool:

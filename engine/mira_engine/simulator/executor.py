@@ -115,8 +115,11 @@ class SimulatedExecutor:
             prediction: Submitted behind the layer's own misses.
         """
         self._host_free_at = self.clock.now_s
+        num_on_host = self.traffic.num_on_host
         self._run_layer(layer, demand, prediction)
-        self.clock.advance_to(self._host_free_at)
+        if self.traffic.num_on_host > num_on_host:
+            self.clock.advance_to(self._host_free_at)
+            self._collect(self._link.poll(self.clock.now_s))
 
     def _run_layer(self, layer: int, demand: Demand, prediction: Prediction | None) -> None:
         owner = self._owner(layer)
