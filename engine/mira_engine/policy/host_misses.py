@@ -37,9 +37,10 @@ MAX_OVERTAKING = 3
 
 RETURN_SPAN = 1.0
 """Uses of experts between two misses of one, by slots, up to which it is brought. Time of a
-token by `tests/bench/host_misses.py` of 2026-11-30, LRU, 32 of 64, law, a host of a quarter, half
-and all of a copy's time, by that without a host: at 0 .36, .50, .68, at .5 .35, .50, .68, at 1 .34, .50,
-.68, without a limit .35, .51, .75; .44, .54, .68 where nothing was brought."""
+token by that without a host, a host that takes a quarter, half and all of a copy's time
+(`tests/bench/host_misses.py`, law, LRU, 32 of 64, 2026-11-30): at 0 .36, .50, .68, at .5 .35,
+.50, .68, at 1 .34, .50, .68, without a limit .35, .51, .75; where nothing was brought .44, .54,
+.68."""
 
 MAX_RETURNING = 1
 """Records under way of what the host computed: nobody waits for them."""
