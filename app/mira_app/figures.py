@@ -31,6 +31,7 @@ def derived(stats: ReplyStats) -> dict[str, float | None]:
     return {
         "tokens_per_s": stats.tokens_per_s,
         "hit_rate": stats.hit_rate,
+        "host_share": stats.host_share,
         "stall_ms_per_token": stats.stall_ms_per_token,
         "accepted_per_round": stats.accepted_per_round if stats.num_drafted else None,
         "acceptance_rate": acceptance_rate(stats),
@@ -53,11 +54,12 @@ def stats_line(stats: ReplyStats, *, budget_bytes: int | None) -> str:
     """
     if budget_bytes is None:
         return " | ".join(_remote_parts(stats))
+    on_host = f", {stats.host_share:.1%} on the processor" if stats.num_on_host else ""
     parts = [
         count(stats.num_new_tokens, "token"),
         f"{stats.tokens_per_s:.1f} tok/s",
         f"TTFT {stats.ttft_s:.2f} s",
-        f"hits {stats.hit_rate:.1%}",
+        f"hits {stats.hit_rate:.1%}{on_host}",
         f"moved {format_bytes(stats.bytes_moved)} ({format_bytes(bytes_per_load(stats))} per miss)",
         f"stalls {stats.stall_ms_per_token:.1f} ms/token",
         f"accepted {stats.accepted_per_round:.2f} per round" if stats.num_drafted else NO_DRAFT,

@@ -125,6 +125,14 @@ OPTIONS: dict[str, Any] = {
         int | None,
         option("--gpu", metavar="N", help="Compute on NVIDIA card N; the processor computes else."),
     ],
+    "deterministic": Annotated[
+        bool | None,
+        option(
+            "--deterministic/--no-deterministic",
+            help="Beside a card, never let the processor compute missing experts, which rounds "
+            "otherwise.",
+        ),
+    ],
     "compile": Annotated[
         str | None,
         option(
@@ -167,7 +175,8 @@ CHAT_SETTINGS = tuple(name for name in OPTIONS if name != "trace")
 """What can be chosen for a chat."""
 
 LOAD_SETTINGS = (
-    "budget", "precision", "dtype", "link_rate", "link_latency", "threads", "gpu", "compile",
+    "budget", "precision", "dtype", "link_rate", "link_latency", "threads", "gpu",
+    "deterministic", "compile",
 )  # fmt: skip
 """What can be chosen where a model is loaded and somebody else picks K."""
 

@@ -269,6 +269,11 @@ FIELDS: tuple[SettingField, ...] = (
         "a card yet.", example=0,
     ),
     _engine(
+        "deterministic", "is_deterministic", parse_switch,
+        "Whether beside a card the processor computes no missing experts, since it rounds "
+        "otherwise: true or false.",
+    ),
+    _engine(
         "compile", "compile_mode", make_choice_parser(CompileMode),
         "Compile steps: auto (beside the chat, once), wait (before the first reply) or off.",
     ),

@@ -192,6 +192,8 @@ class EngineConfig:
         draft_words: Tokens that a draft chooses among, the first of the vocabulary, which in
             byte-pair vocabularies are the most frequent; 0 for all.
         gpu: Number of the card to compute on, `None` for the processor.
+        is_deterministic: Whether beside a card the processor computes no experts, whose
+            rounding differs there.
         trace_path: File that the routing of every reply is recorded in, `None` for none.
     """
 
@@ -217,6 +219,7 @@ class EngineConfig:
     draft_dense: DraftDense = DraftDense.AUTO
     draft_words: int = 0
     gpu: int | None = None
+    is_deterministic: bool = False
     trace_path: str | None = None
 
     def __post_init__(self) -> None:

@@ -116,6 +116,7 @@ class Engine(LoadedModel):
                 f"(this model reads up to {self.longest_context} tokens).",
             )
         limit = min(room, sampling.max_new_tokens or room)
+        self._allow_host(sampling)
         sampler = Sampler(sampling)
         depth: DepthPolicy = self._fixed_depth
         if self._is_seed_at_stake(sampling):
@@ -171,6 +172,12 @@ class Engine(LoadedModel):
         """
         is_repeatable = not sampling.is_greedy and sampling.seed is not None
         return is_repeatable and self.plan.draft_experts is DraftExperts.CACHED
+
+    def _allow_host(self, sampling: SamplingConfig) -> None:
+        """Leaves misses to the processor, but for a seed: its text must not depend on time."""
+        if self.executor.host is not None:
+            is_repeatable = not sampling.is_greedy and sampling.seed is not None
+            self.executor.obey(self.executor.driver.allow_host(not is_repeatable))
 
     def _read_prompt(self, history: list[int], sampler: Sampler) -> Iterator[tuple[int, int]]:
         """Prefills what is not cached and appends the first new token to `history`."""
@@ -301,6 +308,12 @@ class Engine(LoadedModel):
                 "The file system does not allow O_DIRECT: records pass through the page cache.",
             )
 
+        if self.executor.meter.decode.num_on_host:
+            self._tell_once(
+                "host-experts",
+                "Some experts are computed by the processor; texts can differ in rounding. "
+                "--deterministic turns that off.",
+            )
         driver = self.executor.driver
         if not driver.payoff.is_on:
             self._tell_once("prefetch-off", driver.payoff.reason)

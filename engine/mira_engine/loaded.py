@@ -10,10 +10,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
 import torch
+from mira_kernels import native
 
 from .checkpoint.experts import expert_modules_of
 from .checkpoint.store import ExpertStore
@@ -43,7 +45,7 @@ from .runtime.passes import ModelPasses
 from .runtime.probe import bound_kernel_cache, default_num_threads
 from .runtime.telemetry import MemoryProbe
 from .trace import TraceHeader, TraceRecorder
-from .types import CompileMode, ExpertId, Precision, PredictionLead
+from .types import CompileMode, ComputeDtype, ExpertId, Precision, PredictionLead
 
 
 class LoadedModel:
@@ -187,6 +189,8 @@ class LoadedModel:
         device = self._make_gpu_device() if config.gpu is not None else self._make_device()
         self.transfer = device.transfer
         self.cache_setup = load_plan.cache_setup(config, manifest, device.transfer.record_bytes)
+        if isinstance(device, GpuDevice):
+            self.cache_setup = replace(self.cache_setup, host=device.host_setup)
         self.executor = ExpertExecutor(
             driver=ExpertCacheDriver(self.cache_setup),
             transfer=device.transfer,
@@ -195,6 +199,7 @@ class LoadedModel:
         )
         if isinstance(device, GpuDevice):
             self.executor.use_fused(device.experts)
+            self.executor.host = device.host
         self.executor.is_cancelled = self._cancelled.is_set
         self._load_predictor()
         if config.trace_path is not None:
@@ -264,6 +269,8 @@ class LoadedModel:
         modules = [module for _, module in expert_modules_of(self.model)]
         form = form_of(modules, self.model.config.model_type, self.config.precision)
         handle = gpu_device.open_card(self.config.gpu)
+        if self._cache_dir is not None and self.config.dtype is ComputeDtype.BFLOAT16:
+            native.load(self._cache_dir)  # Where they are built: for what the processor computes.
         self.model.to(handle.device)
         return make_gpu_device(
             handle,
@@ -272,6 +279,7 @@ class LoadedModel:
             self._target,
             self._draft_source,
             form,
+            modules[0],
             is_cancelled=self._is_load_cancelled,
             tell=self._notice,
         )
@@ -374,6 +382,8 @@ class LoadedModel:
         """Stops the readers and what is compiled in the background, gives the memory back."""
         if self.native_path is not None:
             self.native_path.close()
+        if self.executor.host is not None:
+            self.executor.host.close()
         self.transfer.close()
 
 

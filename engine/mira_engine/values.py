@@ -118,7 +118,8 @@ class ReplyStats:
         ttft_s: Seconds from the request to the first token.
         decode_s: Seconds from the first token to the last.
         num_hits: Routed tokens (token x expert) after prefill served by a resident expert.
-        num_misses: Routed tokens after prefill whose expert had to be fetched.
+        num_misses: Routed tokens after prefill whose expert was not on the device.
+        num_on_host: Of those, computed by the processor beside a card.
         num_stage_hits: Of the hits, by an expert labelled STAGE.
         num_prefetch_hits: Of the hits, by an expert that a prefetch brought.
         num_records_loaded: Records moved to the device after prefill.
@@ -129,6 +130,7 @@ class ReplyStats:
         prefill_bytes_moved: Bytes of records moved during prefill.
         stall_s: Seconds after prefill in which compute waited for a record.
         prefetch_stall_s: Of those, for records that were on their way before they were needed.
+        host_s: Seconds of the processor for `num_on_host`, beside the copies and the card.
         sample_s: Seconds of judging the draft and choosing the next token from a target pass.
         draft_s: Seconds spent drafting.
         verify_s: Seconds spent in target passes after prefill, `stall_s` and `sample_s`
@@ -153,6 +155,7 @@ class ReplyStats:
     decode_s: float = 0.0
     num_hits: int = 0
     num_misses: int = 0
+    num_on_host: int = 0
     num_stage_hits: int = 0
     num_prefetch_hits: int = 0
     num_records_loaded: int = 0
@@ -163,6 +166,7 @@ class ReplyStats:
     prefill_bytes_moved: int = 0
     stall_s: float = 0.0
     prefetch_stall_s: float = 0.0
+    host_s: float = 0.0
     sample_s: float = 0.0
     draft_s: float = 0.0
     verify_s: float = 0.0
@@ -189,6 +193,12 @@ class ReplyStats:
         """Share of routed tokens served by a resident expert."""
         total = self.num_hits + self.num_misses
         return self.num_hits / total if total else 0.0
+
+    @property
+    def host_share(self) -> float:
+        """Share of routed tokens whose expert the processor computed beside a card."""
+        total = self.num_hits + self.num_misses
+        return self.num_on_host / total if total else 0.0
 
     @property
     def stall_ms_per_token(self) -> float:

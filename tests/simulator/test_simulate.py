@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mira_engine.errors import ConfigError
 from mira_engine.policy.driver import ExpertCacheDriver
 from mira_engine.policy.replay import DecisionLog, replay
 from mira_engine.simulator.predictions import ActivationTraces, CountTable, NextLayerGuess
@@ -288,3 +289,45 @@ def test_made_rounds_cover_every_token_and_stop_at_the_end_of_a_text():
     assert 0 < sum(item.num_accepted for item in rounds) < drafted
     first = rounds[0]
     assert [layer[0] for layer in first.target] == TRACE.ids[0].tolist()
+
+
+# -- the host beside a card ----------------------------------------------------------------
+
+
+def test_host_computes_beside_the_link_and_the_card():
+    costs = replace(COSTS, host_expert_s=0.9)
+    found = simulate(plain([0, 1, 2]), SYSTEMS["lru"], one_layer(4), costs)
+    # Router done at 2. One record lands at 3 and is computed until 3.5; the other two are
+    # computed on the host meanwhile, until 3.8.
+    assert found.decode_s == pytest.approx(3.8)
+    assert (found.traffic.num_misses, found.traffic.num_on_host) == (3, 2)
+    assert found.traffic.num_records == 1
+    assert found.traffic.host_s == pytest.approx(1.8)
+
+
+def test_host_that_is_too_slow_changes_nothing():
+    slow = replace(COSTS, host_expert_s=1e3)
+    rounds = plain([0, 1], [2, 3], [0, 2])
+    found = simulate(rounds, SYSTEMS["lru"], one_layer(3), slow)
+    assert found == simulate(rounds, SYSTEMS["lru"], one_layer(3), COSTS)
+    assert found.traffic.num_on_host == 0
+
+
+@pytest.mark.parametrize("name", ["lru", "mira+lookahead"])
+def test_host_saves_time_and_its_run_replays(name: str):
+    costs, log = replace(COSTS, host_expert_s=0.6), DecisionLog()
+    rounds = list(make_rounds(TRACE.part(80, 160), 4, acceptance=0.8, fidelity=0.9, seed=0))
+    shape = CacheShape(num_layers=4, num_experts=16, num_slots=20, record_bytes=100)
+    without = simulate(rounds, SYSTEMS[name], shape, COSTS)
+
+    found = simulate(rounds, SYSTEMS[name], shape, costs, on_decision=log)
+
+    assert found.tpot_s < without.tpot_s
+    assert found.traffic.num_on_host > 0
+    assert any('"ComputeOnHost"' in line for line in log.lines)
+    assert any('"recurring"' in line for line in log.lines)
+
+
+def test_host_time_of_nothing_is_refused():
+    with pytest.raises(ConfigError, match="host time"):
+        replace(COSTS, host_expert_s=0.0)

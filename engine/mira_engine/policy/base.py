@@ -20,6 +20,8 @@ class FetchReason(enum.StrEnum):
     LOOKAHEAD = "lookahead"
     PREDICTED = "predicted"
     REBALANCE = "rebalance"
+    RECURRING = "recurring"
+    """Computed on the host now, and for the second time lately: brought for the next time."""
 
 
 AHEAD = frozenset((FetchReason.LOOKAHEAD, FetchReason.PREDICTED))
@@ -96,6 +98,14 @@ class Compute:
 
 
 @dataclass(frozen=True, slots=True)
+class ComputeOnHost:
+    """Compute an expert that has no slot on the processor, for the tokens that chose it."""
+
+    expert: ExpertId
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Await:
     """Compute an expert as soon as it lands, which is on its way by a prefetch: now it hurries."""
 
@@ -145,7 +155,9 @@ class Decline:
     reason: DeclineReason
 
 
-Action = Fetch | Skip | Compute | Await | DraftOn | Evict | Promote | Demote | Decline
+Action = (
+    Fetch | Skip | Compute | ComputeOnHost | Await | DraftOn | Evict | Promote | Demote | Decline
+)
 
 
 def next_boundary(num_drafted: int, actions: Sequence[Action]) -> int | None:

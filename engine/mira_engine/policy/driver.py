@@ -25,6 +25,7 @@ from .base import (
     Action,
     Await,
     Compute,
+    ComputeOnHost,
     Decline,
     DeclineReason,
     DraftOn,
@@ -36,6 +37,7 @@ from .base import (
     SkipReason,
 )
 from .eviction import EVICTION_POLICIES, EvictionPolicy
+from .host_misses import HostMisses, HostSetup
 from .lookahead import ExpertLookaheadBuffer, IncrementalRoutingPatternAnalyzer
 from .payoff import PrefetchPayoff, PrefetchRound
 from .prediction import FarPick, PredictiveStaging
@@ -45,6 +47,8 @@ from .residency import ResidencyTable, SlotState
 
 OnDecision = Callable[[str, Sequence[Any], Sequence[Action]], None]
 """Told the name of an observation, its arguments, and the actions it was answered with."""
+
+_NOBODY: frozenset[ExpertId] = frozenset()
 
 _Observation = TypeVar("_Observation", bound=Callable[..., list[Action]])
 
@@ -87,6 +91,7 @@ class CacheSetup:
         max_drafted_loading: Most slots that wait for their record while a draft goes on
             asking, `None` for no bound. Each of them is an expert less for a draft that
             computes with what the slots hold.
+        host: What the processor may compute of the misses, `None` for nothing.
     """
 
     num_layers: int
@@ -105,6 +110,7 @@ class CacheSetup:
     max_predicted: int = 2
     is_lookahead_immediate: bool = False
     max_drafted_loading: int | None = None
+    host: HostSetup | None = None
 
 
 class ExpertCacheDriver:
@@ -151,6 +157,14 @@ class ExpertCacheDriver:
             self._max_loading = min(self._max_loading, setup.max_drafted_loading)
         self._num_missed = 0
         """Records fetched on demand since the last pass ended."""
+        self._host: HostMisses | None = None
+        if setup.host is not None:
+            self._host = HostMisses(
+                setup.host,
+                num_experts=setup.num_experts,
+                top_k=setup.top_k,
+                num_reserved_slots=setup.num_reserved_slots,
+            )
         self._has_regions = setup.num_hot_slots is not None
         self._is_prediction_wanted = True
         self._ahead: dict[ExpertId, FetchReason] = {}
@@ -219,9 +233,10 @@ class ExpertCacheDriver:
             demand: Experts and how many tokens chose each, ascending by expert.
 
         Returns:
-            `Compute` for experts that are there, `Await` for those on their way, `Fetch`
-            for missing ones while there are slots to give, most tokens first. Unless all
-            are there, all are pinned until they are computed.
+            `Compute` for experts that are there, `Await` for those on their way,
+            `ComputeOnHost` for missing ones that need no slot, `Fetch` for the others while
+            there are slots to give, most tokens first. Unless all others are there, all are
+            pinned until they are computed.
         """
         residency = self.residency
         if layer <= self._layer:
@@ -229,13 +244,17 @@ class ExpertCacheDriver:
         self._layer = layer
         self._num_of_pass += len(demand)
         self._tokens_of = {ExpertId(layer, expert): count for expert, count in demand}
-        is_whole = all(map(residency.is_ready, self._tokens_of))
+        on_host = self._host.enter_layer(self._tokens_of, residency) if self._host else _NOBODY
+        is_whole = all(residency.is_ready(e) for e in self._tokens_of if e not in on_host)
         actions: list[Action] = []
         for expert, num_tokens in self._tokens_of.items():
             slot = residency.slot_of(expert)
             served_by = residency.served_by(expert)
             if self._has_regions:
                 self.rebalancer.observe_routing(expert, num_tokens, served_by)
+            if slot is None and expert in on_host:
+                actions.append(ComputeOnHost(expert, num_tokens))
+                continue
             if slot is None:
                 self._missing.append(expert)
                 continue
@@ -253,6 +272,10 @@ class ExpertCacheDriver:
             self._last_counts.update(self._tokens_of)
         self._missing.sort(key=lambda e: (-self._tokens_of[e], e.expert))
         actions += self._fetch_missing()
+        if on_host and not self._missing:
+            # What the layer computes is not pinned where nothing is waited for.
+            protected = self._staging.expected.union(self._tokens_of)
+            actions += self._host.bring_back(residency, protected)
         return actions + self._staging.enter_layer(layer) if self.is_staging else actions
 
     @_observation
@@ -555,6 +578,7 @@ class ExpertCacheDriver:
         planning_s: float = 0.0,
         predicting_s: float = 0.0,
         round_s: float = 0.0,
+        host_s: float = 0.0,
     ) -> list[Action]:
         """A target pass is over; what was moved ahead for it and not used has no claim.
 
@@ -565,6 +589,7 @@ class ExpertCacheDriver:
             planning_s: Seconds that planning a draft's batches took.
             predicting_s: Seconds that heads took.
             round_s: Seconds since the pass before ended, 0 where that is not known.
+            host_s: Seconds in which the processor computed misses.
 
         Returns:
             Skips of what was expected and found no room; the rebalancer's swaps, where its
@@ -574,6 +599,8 @@ class ExpertCacheDriver:
         self._judge(self.payoff, FetchReason.LOOKAHEAD, planning_s, round_s)
         self._judge(self.prediction_payoff, FetchReason.PREDICTED, predicting_s, round_s)
         self._num_missed = 0
+        if self._host is not None:
+            self._host.end_pass(host_s)
         self._ahead.clear()
         actions: list[Action] = list(self._staging.begin_pass())
         self._is_prediction_wanted = self.prediction_payoff.begin_round()
@@ -596,6 +623,13 @@ class ExpertCacheDriver:
         return actions
 
     @_observation
+    def allow_host(self, is_allowed: bool) -> list[Action]:
+        """Says whether the processor may compute misses in the reply that begins."""
+        if self._host is not None:
+            self._host.is_allowed = is_allowed
+        return []
+
+    @_observation
     def end_reply(self) -> list[Action]:
         """The reply has ended in any way: failed loads give their slots up."""
         self._drop_layer()
@@ -604,6 +638,8 @@ class ExpertCacheDriver:
         self._failed.clear()
         self._streamed.clear()
         self._num_of_pass, self._is_flooded = 0, False
+        if self._host is not None:
+            self._host.end_reply()
         self._is_lookahead_on = False
         self._ahead.clear()
         self._staging.begin_pass()

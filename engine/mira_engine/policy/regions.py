@@ -157,7 +157,7 @@ class Regions:
         self._num_stage += 1
         if reason is FetchReason.MISS:
             self._order.on_miss(expert)
-        else:
+        elif reason in AHEAD:
             self._claimed[expert] = None
         return Region.STAGE
 
@@ -189,6 +189,10 @@ class Regions:
         if expert in self._claimed:
             del self._claimed[expert]
             self._settle(expert)
+
+    def note_miss(self, expert: ExpertId) -> None:
+        """The expert is routed to, and served without a slot: it counts."""
+        self._order.on_miss(expert)
 
     def relabel(self, expert: ExpertId, region: Region) -> None:
         """Moves the expert to the other region."""

@@ -431,6 +431,13 @@ class ResidencyTable:
         self._is_prefetched[slot] = False
         return is_first
 
+    def note_miss(self, expert: ExpertId) -> None:
+        """Records that an expert without a slot is routed to, and served without one."""
+        if self._regions is None:
+            self._eviction.on_miss(expert)
+        else:
+            self._regions.note_miss(expert)
+
     def pin(self, expert: ExpertId) -> int:
         """Protects the expert's slot until `unpin`. Returns the slot.
 

@@ -63,8 +63,9 @@ class RecordableModel:
         self._model = model
         self._executor = executor
         self._state = state
-        self.num_layers = len(expert_modules_of(model))
-        """MoE layers."""
+        self.modules = [module for _, module in expert_modules_of(model)]
+        """Experts modules by MoE layer."""
+        self.num_layers = len(self.modules)
         self.device = model.device
 
     def run(self, inputs: StepInputs, bucket: int, run_experts: RunExperts) -> Tensor:

@@ -35,6 +35,7 @@ from .executor import ExpertExecutor
 from .gpu_device import GpuHandle
 from .gpu_experts import GpuExperts, demand_of
 from .graphs import Cut
+from .host_experts import HostDemand
 from .streams import Lane
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class TargetStep:
         assert handle.graphs is not None
         self._executor, self._experts, self._queues = executor, experts, handle.queues
         self._ahead = ahead
-        self._num_layers = model.num_layers
+        self._num_layers, self._modules = model.num_layers, model.modules
         self._inputs = StepInputs(len(tokens), model.device)
         self.places = _Places(model.num_layers, handle)
         self._hidden: dict[int, Tensor] = {}
@@ -147,6 +148,17 @@ class TargetStep:
         """Computes some of a layer's experts where its piece will find what it cannot compute."""
         self._experts.compute(experts, self._hidden[layer], self._rows[layer], self.places.outputs)
 
+    def host_demand(
+        self, layer: int, flat_experts: Sequence[int], experts: Sequence[ExpertId]
+    ) -> HostDemand:
+        """Describes a layer's experts that the processor computes."""
+        return HostDemand(
+            hidden=self._hidden[layer],
+            flat_experts=flat_experts,
+            outputs=self.places.outputs,
+            experts=experts,
+        )
+
     def _launch_ahead(self, layer: int) -> None:
         """Launches pieces whose choice is not known, as far as that promises to be right.
 
@@ -182,7 +194,7 @@ class TargetStep:
             self.num_repaired += not is_right
         choice = self.places.choices[layer]
         work = PieceWork(self, layer, choice.reshape(-1).tolist(), is_done=is_right)
-        self._executor.settle_layer(layer, work, self._hidden[layer], choice)
+        self._executor.settle_layer(self._modules[layer], layer, work, self._hidden[layer], choice)
         if not work.is_done:
             self.launch(layer + 1)
 
@@ -206,6 +218,7 @@ class PieceWork:
     ) -> None:
         self._step = step
         self._layer = layer
+        self._flat_experts = flat_experts
         self._demand = demand_of(flat_experts)
         self._is_begun = False
         self.is_done = is_done
@@ -224,6 +237,10 @@ class PieceWork:
             return
         self._is_begun = True
         self._step.compute(self._layer, experts)
+
+    def host_demand(self, experts: Sequence[ExpertId]) -> HostDemand:
+        """Describes what the processor is to compute where the piece finds none."""
+        return self._step.host_demand(self._layer, self._flat_experts, experts)
 
 
 class _PieceMaker:

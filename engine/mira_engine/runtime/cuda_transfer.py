@@ -114,6 +114,11 @@ class CudaTransfer:
         self._failed: list[Completion] = []
         self._link_free_at = 0.0
 
+    @property
+    def num_slots(self) -> int:
+        """Slots that can be filled."""
+        return len(self._slots)
+
     # -- the link --------------------------------------------------------------------------
 
     def submit(self, expert: ExpertId, slot: int, *, is_demand: bool) -> None:

@@ -18,7 +18,6 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import torch
-from mira_kernels.dispatch import linear
 
 from ..checkpoint.formats import BoundExpert
 from ..errors import check_cancelled
@@ -27,6 +26,7 @@ from ..policy.base import (
     Action,
     Await,
     Compute,
+    ComputeOnHost,
     Decline,
     Evict,
     Fetch,
@@ -41,12 +41,17 @@ from ..types import ExpertId, Phase, ServedBy
 from .expert_map import RoutingHeat
 from .fused import FusedExperts, FusedPlan
 from .gpu_experts import GpuDraft, GpuExperts, GpuPlan, GpuSlotDraft
+from .host_experts import HostDemand, HostExperts
+from .module_expert import expert_output
 from .slots import DraftArena, SlotDraft
 from .telemetry import ReplyMeter, TrafficCounters
 from .transfer import Completion, Transfer
 
 _WAIT_SLICE_S = 0.05
 """Longest wait between two looks at the cancel flag."""
+
+_HOST_SLICE_S = 1e-3
+"""Longest wait for the host's experts between two looks at what has landed."""
 
 
 def _never() -> bool:
@@ -61,6 +66,13 @@ class LayerWork(Protocol):
 
     def compute(self, experts: Sequence[tuple[ExpertId, int]]) -> None:
         """Computes experts that are in these slots."""
+
+
+class SharedWork(LayerWork, Protocol):
+    """Work of which the processor may compute a part."""
+
+    def host_demand(self, experts: Sequence[ExpertId]) -> HostDemand:
+        """Describes what it computes of these experts."""
 
 
 class ExpertExecutor:
@@ -100,9 +112,12 @@ class ExpertExecutor:
         """Tells what a later layer will need; used where the driver finds it worth it."""
         self.heat: RoutingHeat | None = None
         """Counts what is routed, once somebody looks."""
-        self._seen: tuple[TrafficCounters, int, float, float, float] | None = None
+        self._seen: tuple[TrafficCounters, int, float, float, float, float] | None = None
         """Counters, and what of them the driver knows already."""
         self._ended_at = 0.0
+        self.host: HostExperts | None = None
+        """Computes on the processor what the driver leaves to it."""
+        self._for_host: list[ExpertId] = []
 
     def __call__(
         self,
@@ -139,15 +154,21 @@ class ExpertExecutor:
             plan = fused.plan(hidden, top_k_index)
         else:
             plan = _LayerPlan(module, hidden, top_k_index, self._bind)
-        self._run_target(layer, plan, hidden, top_k_index)
+        self._serve_layer(module, layer, plan, hidden, top_k_index)
         return plan.combine(top_k_weights).to(hidden.dtype)
 
     def settle_layer(
-        self, layer: int, work: LayerWork, hidden: torch.Tensor, chosen: torch.Tensor
+        self,
+        module: torch.nn.Module,
+        layer: int,
+        work: LayerWork,
+        hidden: torch.Tensor,
+        chosen: torch.Tensor,
     ) -> None:
         """Has a layer of a captured pass computed: what `__call__` does for one that is not.
 
         Args:
+            module: As for `__call__`.
             layer: MoE layer.
             work: Computes.
             hidden: `[T, C]`.
@@ -158,7 +179,23 @@ class ExpertExecutor:
             StoreError: A record could not be read.
         """
         self._begin_layer(layer, chosen)
-        self._run_target(layer, work, hidden, chosen)
+        self._serve_layer(module, layer, work, hidden, chosen)
+
+    def _serve_layer(
+        self,
+        module: torch.nn.Module,
+        layer: int,
+        work: LayerWork,
+        hidden: torch.Tensor,
+        top_k_index: torch.Tensor,
+    ) -> None:
+        """Computes a target layer's experts, the processor's part of them included."""
+        if self.host is not None:
+            self.host.settle()
+            self._for_host.clear()
+        self._run_target(module, layer, work, hidden, top_k_index)
+        if self.host is not None and self.host.is_busy:
+            self._await_host(self.host)
 
     def _begin_layer(self, layer: int, top_k_index: torch.Tensor) -> None:
         check_cancelled(self.is_cancelled)
@@ -222,6 +259,7 @@ class ExpertExecutor:
 
     def _run_target(
         self,
+        module: torch.nn.Module,
         layer: int,
         plan: LayerWork,
         hidden: torch.Tensor,
@@ -235,6 +273,8 @@ class ExpertExecutor:
                 self.heat.record(layer, demand)
             ready = self.obey(driver.enter_layer(layer, demand))
             is_open = driver.is_layer_open
+            if self._for_host:
+                self._begin_on_host(module, plan)
             if self.predictor is not None and driver.is_prediction_wanted:
                 self._stage_predicted(layer, hidden, top_k_index)
             if not is_open:  # Nothing of this layer moves meanwhile, so nothing is pinned.
@@ -253,6 +293,20 @@ class ExpertExecutor:
         finally:
             if is_open or driver.has_layer_ends:
                 self.obey(driver.leave_layer())
+
+    def _begin_on_host(self, module: torch.nn.Module, plan: SharedWork) -> None:
+        """Has the processor compute what was left to it, beside all that follows."""
+        assert self.host is not None
+        experts, self._for_host = self._for_host, []
+        self.host.begin(module, plan.host_demand(experts))
+
+    def _await_host(self, host: HostExperts) -> None:
+        """Waits for the processor's part of a layer; copies go on meanwhile."""
+        self.collect(self.transfer.poll())
+        while not host.wait(_HOST_SLICE_S):
+            check_cancelled(self.is_cancelled)
+            self.collect(self.transfer.poll())
+        self._traffic().host_s += host.place()
 
     def _stage_predicted(self, layer: int, hidden: torch.Tensor, top_k_index: torch.Tensor) -> None:
         """Fetches what the predictor expects in later layers."""
@@ -280,14 +334,15 @@ class ExpertExecutor:
         traffic = self._traffic()
         is_same_reply = self._seen is not None and self._seen[0] is traffic
         if not is_same_reply:
-            self._seen = traffic, 0, 0.0, 0.0, 0.0
-        _, num_bytes, transfer_s, planning_s, predicting_s = self._seen
+            self._seen = traffic, 0, 0.0, 0.0, 0.0, 0.0
+        _, num_bytes, transfer_s, planning_s, predicting_s, host_s = self._seen
         self._seen = (
             traffic,
             traffic.num_bytes,
             traffic.transfer_s,
             traffic.planning_s,
             traffic.predicting_s,
+            traffic.host_s,
         )
         now = time.perf_counter()
         round_s = now - self._ended_at if is_same_reply and num_tokens else 0.0
@@ -299,6 +354,7 @@ class ExpertExecutor:
             traffic.planning_s - planning_s,
             traffic.predicting_s - predicting_s,
             round_s,
+            traffic.host_s - host_s,
         )
         self.obey(actions)
 
@@ -338,6 +394,10 @@ class ExpertExecutor:
                     if is_prefetched:
                         traffic.num_prefetch_hits += num_tokens
                         traffic.num_prefetch_used += 1
+                case ComputeOnHost(expert, num_tokens):
+                    self._for_host.append(expert)
+                    traffic.num_misses += num_tokens
+                    traffic.num_on_host += num_tokens
                 case Await(expert):
                     self.transfer.promote(expert)
                 case Fetch(expert, slot, reason, evicted):
@@ -447,14 +507,9 @@ class _LayerPlan:
             self._compute_one(expert.expert, self._bind(expert, slot))
 
     def _compute_one(self, expert: int, weights: BoundExpert) -> None:
-        module = self._module
         start, stop = self.spans[expert]
         rows = self._rows if self._perm is None else self._rows[start:stop]
-        inner = linear(rows, weights.up, weights.up_bias)
-        inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
-        result = linear(inner, weights.down, weights.down_bias)
-        if module.has_post_expert_norm:
-            result = module.post_expert_norm(result)
+        result = expert_output(self._module, rows, weights)
         if self._outputs is None:
             num_rows = len(self.flat_experts)
             self._outputs = result.new_empty((num_rows, result.shape[-1]))

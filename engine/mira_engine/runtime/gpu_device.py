@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -20,13 +20,16 @@ from torch import Tensor, nn
 from ..checkpoint.formats import ExpertFormat, make_format
 from ..checkpoint.store import ExpertStore
 from ..config import EngineConfig, format_bytes
-from ..errors import ConfigError, check_cancelled
+from ..errors import ConfigError, MiraError, check_cancelled
 from ..events import MemoryPlan
+from ..model.loader import TORCH_DTYPES
+from ..policy.host_misses import HostSetup
 from ..types import CompileMode, DraftDense, DraftExperts, ExpertId, Plane, Precision
 from .cuda_transfer import CudaTransfer
 from .disk import cannot_open, open_for_records, read_exactly
 from .gpu_experts import GpuArena, GpuDraft, GpuExperts, GpuForm, GpuSlotDraft, gpu_form
 from .graphs import CudaGraphs, Graphs
+from .host_experts import HostExperts, measure_host
 from .host_memory import Allocate, PinnedSource, RingSource, allocate_chunks, pageable, pinned
 from .slots import slot_planes
 from .streams import CudaQueues, Queues
@@ -67,6 +70,8 @@ class GpuDevice:
         transfer: The link.
         experts: What computes them.
         handle: The card.
+        host: Computes misses on the processor, `None` where it must not or cannot.
+        host_setup: How fast that is.
     """
 
     handle: GpuHandle
@@ -74,6 +79,8 @@ class GpuDevice:
     draft: GpuDraft | GpuSlotDraft | None
     transfer: CudaTransfer
     experts: GpuExperts
+    host: HostExperts | None = None
+    host_setup: HostSetup | None = None
 
 
 def open_card(index: int) -> GpuHandle:
@@ -143,6 +150,7 @@ def make_gpu_device(
     target: ExpertStore,
     draft_source: ExpertStore,
     form: GpuForm,
+    module: nn.Module,
     *,
     is_cancelled: Callable[[], bool],
     tell: Tell,
@@ -156,6 +164,7 @@ def make_gpu_device(
         target: The target's experts.
         draft_source: Where the draft's are.
         form: What lies between their matrices.
+        module: The experts of some layer, which say the same to the processor.
         is_cancelled: Asked between layers.
         tell: Told code and text of every fallback.
 
@@ -207,7 +216,19 @@ def make_gpu_device(
         draft=draft,
         device=device,
     )
-    return GpuDevice(handle=handle, slots=slots, draft=draft, transfer=transfer, experts=experts)
+    gpu = GpuDevice(handle=handle, slots=slots, draft=draft, transfer=transfer, experts=experts)
+    if config.is_deterministic or slots.planes != fmt.planes:
+        return gpu  # A resident draft has the high planes: host memory holds half an expert.
+    host = HostExperts(fmt, source.held, handle.queues, handle.allocate, device)
+    dtype = TORCH_DTYPES[config.dtype]
+    try:
+        setup = measure_host(
+            host, transfer, module, fmt.shape, dtype, source.experts, is_cancelled=is_cancelled
+        )
+    except MiraError:
+        host.close()
+        raise
+    return replace(gpu, host=host, host_setup=setup)
 
 
 def _card_format(store: ExpertStore) -> ExpertFormat:

@@ -25,6 +25,7 @@ from ..checkpoint.formats import BoundExpert, ExpertFormat
 from ..policy.lookahead import ExpertLookaheadBuffer
 from ..types import ExpertId, Plane, Precision
 from .cuda_transfer import CudaTransfer
+from .host_experts import HostDemand
 
 if TYPE_CHECKING:
     from mira_kernels.triton_experts import Assignments, Between, LayerExperts, PlaneArena
@@ -434,6 +435,15 @@ class GpuPlan:
     def compute(self, experts: Sequence[tuple[ExpertId, int]]) -> None:
         """Launches what is in slots; returns before it is done."""
         self._experts.compute(experts, self._hidden, self._rows, self._out)
+
+    def host_demand(self, experts: Sequence[ExpertId]) -> HostDemand:
+        """Describes what the processor is to compute of this pass."""
+        return HostDemand(
+            hidden=self._hidden,
+            flat_experts=self.flat_experts,
+            outputs=self._out,
+            experts=experts,
+        )
 
     def combine(self, weights: Tensor) -> Tensor:
         """Weights and sums over top-k in the router's order. Returns `[T, C]`."""

@@ -108,6 +108,15 @@ class PinnedSource:
         """Experts whose records are here."""
         return len(self._records)
 
+    @property
+    def experts(self) -> list[ExpertId]:
+        """Those experts, in the order in which they were given."""
+        return list(self._records)
+
+    def held(self, expert: ExpertId) -> Mapping[Plane, Tensor] | None:
+        """Returns records that stay here, `None` for those that come from the disk."""
+        return self._records.get(expert)
+
     def begin(self, expert: ExpertId, *, is_demand: bool) -> None:
         """Asks for an expert's records."""
         if expert not in self._records and self._below is not None:

@@ -47,7 +47,7 @@ class Queues(Protocol):
         """Lets what is put into the lane from now on begin after the event."""
 
     def copy(self, target: Tensor, source: Tensor, lane: Lane) -> None:
-        """Copies host memory to the device, in the lane."""
+        """Copies host memory to the device, or back, in the lane."""
 
 
 class CudaEvent:
@@ -100,6 +100,6 @@ class CudaQueues:
         self._stream(lane).wait_event(event.event)
 
     def copy(self, target: Tensor, source: Tensor, lane: Lane) -> None:
-        """Copies host memory to the device, in the lane; overlaps where the host's is pinned."""
+        """Copies to the device or back, in the lane; overlaps where the host's is pinned."""
         with torch.cuda.stream(self._stream(lane)):
             target.copy_(source, non_blocking=True)

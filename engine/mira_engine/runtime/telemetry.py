@@ -27,6 +27,7 @@ class TrafficCounters:
     num_stage_hits: int = 0
     num_prefetch_hits: int = 0
     num_misses: int = 0
+    num_on_host: int = 0
     num_records: int = 0
     num_prefetched: int = 0
     num_prefetch_used: int = 0
@@ -37,6 +38,7 @@ class TrafficCounters:
     predicting_s: float = 0.0
     stall_s: float = 0.0
     prefetch_stall_s: float = 0.0
+    host_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -89,6 +91,7 @@ class ReplyMeter:
             decode_s=last - first if first is not None and last is not None else 0.0,
             num_hits=traffic.num_hits,
             num_misses=traffic.num_misses,
+            num_on_host=traffic.num_on_host,
             num_stage_hits=traffic.num_stage_hits,
             num_prefetch_hits=traffic.num_prefetch_hits,
             num_records_loaded=traffic.num_records,
@@ -99,6 +102,7 @@ class ReplyMeter:
             prefill_bytes_moved=self.prefill.num_bytes,
             stall_s=traffic.stall_s,
             prefetch_stall_s=traffic.prefetch_stall_s,
+            host_s=traffic.host_s,
             sample_s=self.sample_s,
             draft_s=self.draft_s,
             verify_s=self.verify_s,

@@ -10,7 +10,16 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..policy.base import AHEAD, Action, Await, Compute, Fetch, FetchReason, next_boundary
+from ..policy.base import (
+    AHEAD,
+    Action,
+    Await,
+    Compute,
+    ComputeOnHost,
+    Fetch,
+    FetchReason,
+    next_boundary,
+)
 from ..policy.driver import CacheSetup, ExpertCacheDriver, OnDecision
 from ..policy.eviction import EvictionPolicy
 from ..types import ExpertId, ServedBy
@@ -33,6 +42,8 @@ class SimulatedTraffic:
     num_prefetched: int = 0
     stall_s: float = 0.0
     draft_s: float = 0.0
+    num_on_host: int = 0
+    host_s: float = 0.0
 
 
 class SimulatedExecutor:
@@ -59,6 +70,8 @@ class SimulatedExecutor:
         self.traffic = SimulatedTraffic()
         self._costs = costs
         self._link = link
+        self._host = setup.host
+        self._host_free_at = 0.0
         self._slots_each = setup.num_slots
         num_drivers = 1
         if is_per_layer:
@@ -74,6 +87,8 @@ class SimulatedExecutor:
             for _ in range(num_drivers)
         ]
         self._num_layers = setup.num_layers
+        self._host_s = [0.0] * num_drivers
+        """Of each driver, since the pass before ended."""
 
     def listen(self, on_decision: OnDecision) -> None:
         """Has every observation and its answer told, as the engine's driver can."""
@@ -92,13 +107,21 @@ class SimulatedExecutor:
     # -- what the engine does ----------------------------------------------------------------
 
     def run_layer(self, layer: int, demand: Demand, prediction: Prediction | None = None) -> None:
-        """Computes a layer's experts as they are there, until all are.
+        """Computes a layer's experts as they are there, until all are, the host's too.
 
         Args:
             layer: MoE layer.
             demand: What the target's router chose.
             prediction: Submitted behind the layer's own misses.
         """
+        self._host_free_at = self.clock.now_s
+        num_on_host = self.traffic.num_on_host
+        self._run_layer(layer, demand, prediction)
+        if self.traffic.num_on_host > num_on_host:
+            self.clock.advance_to(self._host_free_at)
+            self._collect(self._link.poll(self.clock.now_s))
+
+    def _run_layer(self, layer: int, demand: Demand, prediction: Prediction | None) -> None:
         owner = self._owner(layer)
         driver = self._drivers[owner]
         ready = self._obey(owner, driver.enter_layer(layer, demand))
@@ -142,7 +165,9 @@ class SimulatedExecutor:
         """A target pass is over, on which the text goes on by `num_tokens`."""
         num_bytes, busy_s = self._link.take_usage()
         for owner, driver in enumerate(self._drivers):
-            self._obey(owner, driver.end_pass(num_tokens, num_bytes, busy_s))
+            host_s, self._host_s[owner] = self._host_s[owner], 0.0
+            actions = driver.end_pass(num_tokens, num_bytes, busy_s, 0.0, 0.0, 0.0, host_s)
+            self._obey(owner, actions)
 
     def end_reply(self) -> None:
         """A reply is over."""
@@ -178,6 +203,17 @@ class SimulatedExecutor:
     def _compute(self, ready: Sequence[Compute]) -> None:
         self.clock.advance(sum(self._costs.expert_seconds(a.num_tokens) for a in ready))
 
+    def _compute_on_host(self, owner: int, num_tokens: int) -> None:
+        """Puts an expert into the host's line; the clock goes on without it."""
+        assert self._host is not None
+        seconds = self._host.compute_s(num_tokens)
+        self._host_free_at += seconds
+        self._host_s[owner] += seconds
+        traffic = self.traffic
+        traffic.host_s += seconds
+        traffic.num_misses += num_tokens
+        traffic.num_on_host += num_tokens
+
     def _obey(self, owner: int, actions: Sequence[Action]) -> list[Compute]:
         """Submits what is to be fetched and counts. Returns what is to be computed."""
         traffic, offset = self.traffic, owner * self._slots_each
@@ -192,6 +228,8 @@ class SimulatedExecutor:
                     traffic.num_hits += num_tokens
                     if is_prefetched:
                         traffic.num_prefetch_hits += num_tokens
+                case ComputeOnHost(_, num_tokens):
+                    self._compute_on_host(owner, num_tokens)
                 case Await(expert):
                     self._link.promote(expert, self.clock.now_s)
                 case Fetch(expert, slot, reason):

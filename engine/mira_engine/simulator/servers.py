@@ -21,7 +21,8 @@ class MachineCosts:
 
     A target pass of T tokens takes `pass_s + (T - 1) * pass_token_s`; each of its layers
     takes `layer_s + (T - 1) * layer_token_s` before its experts, and each expert
-    `expert_s + (n - 1) * expert_token_s` for n tokens.
+    `expert_s + (n - 1) * expert_token_s` for n tokens. A host beside it computes missing
+    experts at the same time, each in `host_expert_s + (n - 1) * host_token_s`.
 
     Attributes:
         link_bytes_per_s: Rate of the link.
@@ -34,6 +35,9 @@ class MachineCosts:
         expert_s: One resident expert, one token.
         expert_token_s: The same for each further token.
         draft_s: One draft token, whole.
+        host_expert_s: One expert, one token, on the host beside a card; `None` where nothing
+            is computed there.
+        host_token_s: The same for each further token.
     """
 
     link_bytes_per_s: float
@@ -46,12 +50,16 @@ class MachineCosts:
     expert_s: float = 0.0
     expert_token_s: float = 0.0
     draft_s: float = 0.0
+    host_expert_s: float | None = None
+    host_token_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.link_bytes_per_s > 0:
             raise ConfigError.for_field("link rate", self.link_bytes_per_s, "Give more than 0.")
         if self.num_readers < 1:
             raise ConfigError.for_field("readers", self.num_readers, "Give at least 1.")
+        if self.host_expert_s is not None and not self.host_expert_s > 0:
+            raise ConfigError.for_field("host time", self.host_expert_s, "Give more than 0.")
 
     def layer_seconds(self, num_tokens: int) -> float:
         """Seconds of a layer before its experts."""

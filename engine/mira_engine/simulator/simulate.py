@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ..policy.driver import CacheSetup, OnDecision
 from ..policy.eviction import EvictionPolicy
+from ..policy.host_misses import HostSetup
 from ..types import Eviction, ExpertId
 from .executor import Prediction, SimulatedExecutor, SimulatedTraffic
 from .predictions import Predictor
@@ -215,4 +216,17 @@ def _setup(system: System, shape: CacheShape, costs: MachineCosts, top_k: int) -
         max_predicted=shape.num_slots,
         eviction=Eviction.LRU if is_special else Eviction(system.eviction),
         num_reserved_slots=min(NUM_RESERVED_SLOTS, shape.num_slots - 1),
+        host=_host(shape, costs),
+    )
+
+
+def _host(shape: CacheShape, costs: MachineCosts) -> HostSetup | None:
+    """What the host beside the device computes: all experts are in its memory."""
+    if costs.host_expert_s is None:
+        return None
+    return HostSetup(
+        expert_s=costs.host_expert_s,
+        token_s=costs.host_token_s,
+        record_s=shape.record_bytes / costs.link_bytes_per_s,
+        num_held=shape.num_layers * shape.num_experts,
     )

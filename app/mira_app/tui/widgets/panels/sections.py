@@ -86,6 +86,8 @@ def served_by(state: PanelState, width: int) -> list[Content]:
         lines.append(Content.assemble(entry, " ", past))
     hits, misses = short_count(stats.num_hits), short_count(stats.num_misses)
     lines.append(row("hits / misses", f"{hits} / {misses}", width=width))
+    if stats.num_on_host:
+        lines.append(row("by the processor", short_count(stats.num_on_host), width=width))
     return lines
 
 
