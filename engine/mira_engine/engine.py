@@ -249,6 +249,7 @@ class Engine:
             )
             self.passes.captured = self.captured
             self._use_depths()
+        self._has_recorded = False
         self._tell_load_fallbacks()
         window = DraftWindow(self.executor, is_prefetch_enabled=config.is_prefetch_enabled)
         self.draft_stage = DraftStage(self.passes, window)
@@ -599,7 +600,10 @@ class Engine:
             num_records=now[3] - num_records,
         )
         if self.governor is not None and is_recorded:
-            self.governor.forget_costs()  # Recording is in this round's times alone.
+            # Recording is in this round's times alone; before the first, steps took longer.
+            if not self._has_recorded:
+                self.governor.forget_costs()
+            self._has_recorded = True
         elif self.governor is not None:
             self.governor.observe(observation)
         if self.on_round is not None:
