@@ -263,7 +263,10 @@ class Engine(LoadedModel):
             num_records=now[3] - num_records,
         )
         if self.governor is not None and is_recorded:
-            self.governor.forget_costs()  # Recording is in this round's times alone.
+            # Recording is in this round's times alone; before the first, steps took longer.
+            if not self._has_recorded:
+                self.governor.forget_costs()
+            self._has_recorded = True
         elif self.governor is not None:
             self.governor.observe(observation)
         if self.on_round is not None:

@@ -225,6 +225,7 @@ class LoadedModel:
             )
             self.passes.captured = self.captured
             self._use_depths()
+        self._has_recorded = False
         self._tell_load_fallbacks()
         window = DraftWindow(self.executor, is_prefetch_enabled=config.is_prefetch_enabled)
         self.draft_stage = DraftStage(self.passes, window)

@@ -180,15 +180,16 @@ def group_by_expert(top_k_index: Tensor, num_experts: int) -> Assignments:
     most = num_rows // BLOCK_M + min(num_rows, num_experts)
     blocks = torch.arange(most, device=flat.device)
     expert = torch.searchsorted(block_stop, blocks, right=True)
-    is_real = expert < num_experts
+    is_none = expert >= num_experts
     known = expert.clamp(max=num_experts - 1)
     within = blocks - (block_stop - num_blocks)[known]
     start = (stop - counts)[known] + within * BLOCK_M
     return Assignments(
         top_k,
         order.int(),
-        torch.where(is_real, expert, -1).int(),
-        torch.where(is_real, start, 0).int(),
+        # Not `where`: with a number it may bring that from the host, which no recording can.
+        expert.masked_fill(is_none, -1).int(),
+        start.masked_fill(is_none, 0).int(),
         stop.int(),
     )
 

@@ -27,7 +27,7 @@ pytest.importorskip("triton", reason="triton has no wheel for this system")
 from fake_graphs import FakeGraphs
 from mira_engine.model import bucketed
 from mira_engine.policy.launching import Launch, LaunchAhead
-from mira_engine.runtime import captured_model, gpu_device
+from mira_engine.runtime import captured, captured_model, gpu_device
 from mira_engine.runtime.captured import DraftStep
 from mira_engine.runtime.captured_memory import BoundaryMemory
 from mira_engine.runtime.captured_target import TargetStep
@@ -419,6 +419,21 @@ def test_pass_that_asks_the_device_runs_module_by_module_and_says_so(
     assert engine.executor.meter.num_compiled_passes == 0
     [told] = [notice for notice in notices if notice.code == "uncaptured"]
     assert "cannot be recorded" in told.text
+
+
+def test_no_more_is_captured_than_the_plan_has_memory_for(
+    prepared, load, card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bucketed, "MIN_BUCKET_TOKENS", 8)
+    monkeypatch.setattr(captured, "MAX_BYTES", 0)
+    home = prepared("mixtral", Precision.BF16)
+    expected, notices = _text(load(home)), []
+
+    engine = load(home, notices, gpu=0)
+
+    assert _text(engine) == expected
+    assert card.graphs.num_captures == 1, "of 8 places, none of 16"
+    assert "captured-memory" in {notice.code for notice in notices}
 
 
 def test_no_step_is_captured_where_compiling_is_off(prepared, load, card: Card) -> None:
