@@ -52,6 +52,7 @@ from .runtime.native_path import NativePath
 from .runtime.passes import ModelPasses
 from .runtime.probe import bound_kernel_cache, default_num_threads
 from .runtime.requests import BatchEvent, in_turn, make_requests
+from .runtime.spill import CODE as SPILLED
 from .runtime.telemetry import LiveSamples, MemoryProbe, ReplyMeter
 from .trace import TracedRound, TraceHeader, TraceRecorder
 from .types import (
@@ -211,6 +212,7 @@ class Engine:
         self.context_length = context_length(self.model.config, config.context_length)
         device = self._make_gpu_device() if config.gpu is not None else self._make_device()
         self.transfer = device.transfer
+        self._spill = device.spill if isinstance(device, GpuDevice) else None
         self.cache_setup = load_plan.cache_setup(config, manifest, device.transfer.record_bytes)
         self.executor = ExpertExecutor(
             driver=ExpertCacheDriver(self.cache_setup),
@@ -678,9 +680,10 @@ class Engine:
         if self.config.is_direct_io and not self.transfer.is_direct:
             self._tell_once(
                 "no-direct-io",
-                "The file system does not allow O_DIRECT: records pass through the page cache.",
+                "O_DIRECT is not to be had here: records pass through the system's cache of files.",
             )
-
+        if self._spill is not None and (found := self._spill.look()) is not None:
+            self._tell_once(SPILLED, found.text)
         driver = self.executor.driver
         if not driver.payoff.is_on:
             self._tell_once("prefetch-off", driver.payoff.reason)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import torch
 from mira_kernels.weights import Int4Layout
 from torch import Tensor, nn
@@ -22,12 +21,17 @@ from ..checkpoint.store import ExpertStore
 from ..config import EngineConfig, format_bytes
 from ..errors import ConfigError, check_cancelled
 from ..events import MemoryPlan
+from ..system_memory import system_memory
 from ..types import DraftDense, DraftExperts, ExpertId, Plane, Precision
+from .cards import has_triton, look_at_limits, triton_hint
 from .cuda_transfer import CudaTransfer
 from .disk import cannot_open, open_for_records, read_exactly
 from .gpu_experts import GpuArena, GpuDraft, GpuExperts, GpuForm, GpuSlotDraft, gpu_form
 from .host_memory import Allocate, PinnedSource, RingSource, allocate_chunks, pageable, pinned
+from .host_system import look_at_host
 from .slots import slot_planes
+from .spill import CODE as SPILLED
+from .spill import SpillWatch, make_watch
 from .streams import CudaQueues, Queues
 
 HOST_SHARE = 0.8
@@ -63,12 +67,14 @@ class GpuDevice:
         draft: The resident draft, `None` without one.
         transfer: The link.
         experts: What computes them.
+        spill: Notices that the driver moves the card's memory, `None` where none does.
     """
 
     slots: GpuArena
     draft: GpuDraft | GpuSlotDraft | None
     transfer: CudaTransfer
     experts: GpuExperts
+    spill: SpillWatch | None = None
 
 
 def open_card(index: int) -> GpuHandle:
@@ -86,6 +92,11 @@ def open_card(index: int) -> GpuHandle:
 def _require_card(index: int) -> None:
     # As the management library counts them, from which doctor's numbers come.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    if not has_triton():
+        raise ConfigError(
+            "Experts cannot be computed on a card: triton is not installed.",
+            hint=f"{triton_hint(look_at_host())} Without --gpu the processor computes.",
+        )
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not 0 <= index < count:
         raise ConfigError(
@@ -185,6 +196,7 @@ def make_gpu_device(
         draft = GpuSlotDraft()
     planes = slot_planes(fmt, has_draft=is_resident)
     slots = GpuArena(plan.num_slots, planes, fmt, device)
+    spill = _watched(handle, slots, draft, tell)
     source = _host_source(handle, slots, config, target, is_cancelled, tell)
     transfer = CudaTransfer(
         handle.queues, source, slots.records, bytes_per_s=config.link.bytes_per_s
@@ -199,7 +211,20 @@ def make_gpu_device(
         draft=draft,
         device=device,
     )
-    return GpuDevice(slots=slots, draft=draft, transfer=transfer, experts=experts)
+    return GpuDevice(slots=slots, draft=draft, transfer=transfer, experts=experts, spill=spill)
+
+
+def _watched(
+    handle: GpuHandle, slots: GpuArena, draft: GpuDraft | GpuSlotDraft | None, tell: Tell
+) -> SpillWatch | None:
+    """Looks whether all that was allocated is on the card, and makes what looks again later."""
+    arenas = [*slots.data.values()]
+    if isinstance(draft, GpuDraft):
+        arenas += draft.arena.data.values()
+    watch = make_watch(look_at_host(), arenas, handle.device)
+    if watch is not None and (found := watch.look_at_all()) is not None:
+        tell(SPILLED, found.text)
+    return watch
 
 
 def _card_format(store: ExpertStore) -> ExpertFormat:
@@ -259,7 +284,8 @@ def _host_source(
     ]
     record_bytes = sum(slots.plane_bytes.values())
     wanted = len(experts) * record_bytes
-    free = int(HOST_SHARE * psutil.virtual_memory().available)
+    # A container that is full is killed: pinned memory cannot be taken from it again.
+    free = int(HOST_SHARE * system_memory().available_bytes)
     room = min(wanted, free // record_bytes * record_bytes)
     chunks = allocate_chunks(room, record_bytes, handle.allocate)
     held = sum(chunk.numel() for chunk in chunks)
@@ -267,7 +293,7 @@ def _host_source(
         tell(
             "pinned-memory",
             f"Only {format_bytes(held)} of {format_bytes(room)} could be pinned; the rest is "
-            "copied from ordinary memory, more slowly.",
+            f"copied from ordinary memory, more slowly.{_pin_limit(room)}",
         )
         chunks += allocate_chunks(room - held, record_bytes, pageable)
         held = sum(chunk.numel() for chunk in chunks)
@@ -281,6 +307,16 @@ def _host_source(
         below = _ring(handle, slots, config, target)
     load = _Reader(target, config, is_cancelled)
     return PinnedSource(chunks, experts, slots.plane_bytes, load, below)
+
+
+def _pin_limit(wanted_bytes: int) -> str:
+    """What the system says of pinned memory, where that explains that there was too little."""
+    if look_at_host().kind.is_wddm:
+        return " Windows lets a program pin about half of the computer's memory."
+    locked = look_at_limits().locked_bytes
+    if locked is None or locked >= wanted_bytes:
+        return ""
+    return f" A process may lock {format_bytes(locked)} here: ulimit -l unlimited lifts that."
 
 
 def _never() -> bool:
