@@ -32,7 +32,7 @@ from .sanitise import sanitise
 from .settings import Settings
 from .settings_file import OpenedSettings
 
-_UNICODE_REMEDY = "Set PYTHONUTF8=1" if os.name == "nt" else "Set LANG to a UTF-8 locale"
+_UNICODE_REMEDY = "Set PYTHONUTF8=1" if sys.platform == "win32" else "Set LANG to a UTF-8 locale"
 
 _MIN_COLUMNS, _MIN_LINES = 60, 15
 """Below this the screens are cramped."""
@@ -72,7 +72,7 @@ def _terminal(environ: Mapping[str, str]) -> Iterator[MachineFact]:
     shown = ", ".join(part for part in parts if part)
     if not sys.stdout.isatty():
         yield MachineFact(code="terminal", text="none: the output goes elsewhere")
-    elif term == "dumb" or (not term and os.name != "nt"):  # Windows sets none.
+    elif term == "dumb" or (not term and sys.platform != "win32"):  # Windows sets none.
         yield MachineFact(
             code="terminal",
             text=shown,

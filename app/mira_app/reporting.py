@@ -91,7 +91,8 @@ def reporting_streams() -> Iterator[None]:
 
 def _is_reader_gone(error: OSError) -> bool:
     # Windows calls a pipe that nobody reads an invalid argument.
-    return isinstance(error, BrokenPipeError) or (os.name == "nt" and error.errno == errno.EINVAL)
+    is_windows = sys.platform == "win32"
+    return isinstance(error, BrokenPipeError) or (is_windows and error.errno == errno.EINVAL)
 
 
 def print_error(error: MiraError, stream: TextIO | None = None) -> None:

@@ -40,7 +40,6 @@ def environ(data_dir: Path) -> dict[str, str]:
     paths = [str(PREAMBLE), os.environ.get("PYTHONPATH", "")]
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-        "CXX": "no-such-compiler",
         "MIRA_CHAT_COMPILE": "auto",
     }
 
@@ -62,18 +61,19 @@ def python(environ):
 
 
 def test_preamble_takes_away_what_it_names(python):
-    code = (
-        "import os, signal, subprocess, sys\n"
-        "from pathlib import Path\n"
-        "assert not hasattr(os, 'preadv') and not hasattr(os, 'O_DIRECT')\n"
-        "assert not hasattr(signal, 'SIGKILL') and not Path('/proc/cpuinfo').read_text.__doc__\n"
-        "ours = {'__name__': 'mira_engine.planted'}\n"
-        "for name in ('fcntl', 'resource', 'termios', 'triton'):\n"
-        "    try:\n"
-        "        exec(f'import {name}', ours)\n"
-        "    except ModuleNotFoundError:\n"
-        "        print(name)\n"
-    )
+    code = """
+import os, signal
+ours = {"__name__": "mira_engine.planted"}
+exec("import os, signal, sys", ours)
+assert hasattr(os, "preadv") and not hasattr(ours["os"], "preadv")
+assert not hasattr(ours["os"], "O_DIRECT") and not hasattr(ours["signal"], "SIGKILL")
+assert ours["sys"].platform == "win32" and ours["os"].environ is os.environ
+for name in ("fcntl", "resource", "termios", "triton"):
+    try:
+        exec(f"import {name}", ours)
+    except ModuleNotFoundError:
+        print(name)
+"""
     assert python("-c", code).split() == ["fcntl", "resource", "termios", "triton"]
 
 
@@ -91,7 +91,7 @@ def test_reply_is_made_and_every_slower_path_is_told(python, tiny_checkpoint):
     answer = json.loads(python(*program, *reply))
     assert answer["reason"] == "length"
     assert answer["stats"]["num_new_tokens"] == 12
-    assert answer["stats"]["decode"]["num_misses"] > 0
+    assert answer["stats"]["num_misses"] > 0
     codes = {notice["code"] for notice in answer["notices"]}
     assert {"no-direct-io", "no-native-kernels", "sampled-memory"} <= codes
 

@@ -14,7 +14,7 @@ from fake_queues import FakeQueues
 from mira_engine.config import EngineConfig, MemoryAmount, SamplingConfig
 from mira_engine.engine import Engine
 from mira_engine.errors import ConfigError
-from mira_engine.library import ModelLibrary
+from mira_engine.library import ModelHome, ModelLibrary
 from mira_engine.prepare import prepare
 from mira_engine.runtime import gpu_device, spill
 from mira_engine.runtime.gpu_device import GpuHandle
@@ -70,13 +70,17 @@ def card(monkeypatch: pytest.MonkeyPatch) -> FakeCard:
     return made
 
 
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Callable[..., Path]):
+    """A tiny model that is prepared."""
+    made = ModelLibrary(tmp_path_factory.mktemp("spill")).resolve(str(tiny_checkpoint("qwen2_moe")))
+    prepare(made, Precision.NESTED, on_progress=lambda *_: None, is_cancelled=lambda: False)
+    return made
+
+
 @pytest.fixture
-def load(
-    tmp_path: Path, tiny_checkpoint: Callable[..., Path]
-) -> Iterator[Callable[[], tuple[Engine, list[str]]]]:
-    """Loads a tiny model on the card; returns it, and the codes of what it tells."""
-    home = ModelLibrary(tmp_path).resolve(str(tiny_checkpoint("qwen2_moe")))
-    prepare(home, Precision.NESTED, on_progress=lambda *_: None, is_cancelled=lambda: False)
+def load(home: ModelHome) -> Iterator[Callable[[], tuple[Engine, list[str]]]]:
+    """Loads it on the card; returns the engine, and the codes of what that tells."""
     engines: list[Engine] = []
 
     def make() -> tuple[Engine, list[str]]:
@@ -92,7 +96,7 @@ def load(
 
 
 def _reply(engine: Engine) -> None:
-    for _ in engine.reply([7, 99, 23], SamplingConfig(max_new_tokens=4)):
+    for _ in engine.reply([7], SamplingConfig(max_new_tokens=2)):
         pass
 
 
@@ -101,19 +105,19 @@ def test_memory_that_is_not_on_the_card_is_told_at_loading(card: FakeCard, load)
     engine, told = load()
 
     assert told.count("spilled-memory") == 1
-    _reply(engine)
+    engine._tell_fallbacks()
     assert told.count("spilled-memory") == 1
 
 
 def test_memory_that_leaves_the_card_later_is_told_once(card: FakeCard, load) -> None:
     engine, told = load()
-    _reply(engine)
+    engine._tell_fallbacks()
     assert "spilled-memory" not in told
     assert card.num_reads
     card.first_bytes_per_s = BUS
 
     _reply(engine)
-    _reply(engine)
+    engine._tell_fallbacks()
 
     assert told.count("spilled-memory") == 1
 
@@ -124,7 +128,7 @@ def test_memory_is_never_read_for_it_on_linux(
     monkeypatch.setattr(gpu_device, "look_at_host", lambda: HostSystem(kind=HostKind.LINUX))
     card.first_bytes_per_s = BUS
     engine, told = load()
-    _reply(engine)
+    engine._tell_fallbacks()
 
     assert "spilled-memory" not in told
     assert card.num_reads == 0
@@ -143,11 +147,10 @@ def test_pinned_memory_stays_within_the_container(
         return chunks(wanted, record_bytes, take)
 
     monkeypatch.setattr(gpu_device, "allocate_chunks", allocate)
-    engine, told = load()
+    _, told = load()
 
     assert 0 < sum(room) <= gpu_device.HOST_SHARE * 100_000
     assert "host-memory" in told
-    _reply(engine)
 
 
 def test_refused_pinning_names_the_limit_that_explains_it(monkeypatch: pytest.MonkeyPatch) -> None:

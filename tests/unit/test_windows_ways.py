@@ -96,12 +96,12 @@ def test_read_without_positions_gives_the_bytes_and_names_a_short_file(
     fd, is_direct = open_for_records(records, is_direct=True)
     try:
         read_exactly(fd, memoryview(buffer), 5 * RECORD, records)
+        assert buffer == bytes([5]) * RECORD + bytes([6]) * RECORD
         with pytest.raises(StoreError, match="ends before"):
             read_exactly(fd, memoryview(buffer), (NUM_EXPERTS - 1) * RECORD, records)
     finally:
         os.close(fd)
     assert not is_direct
-    assert buffer == bytes([5]) * RECORD + bytes([6]) * RECORD
 
 
 def test_records_are_opened_as_bytes_where_there_is_a_choice(
@@ -219,7 +219,8 @@ def test_predictors_in_work_keep_no_file_mapped(tmp_path: Path) -> None:
     choice, far = tmp_path / "layer.safetensors", tmp_path / "far.safetensors"
     ids = torch.arange(8).view(4, 2)
     save_choice(choice, LayerChoice(predictor=Popularity.fit(ids, 8), reason="because", scores={}))
-    save_far_head(far, FarHead({"weight": torch.ones(8, 4), "bias": torch.zeros(8)}, 2))
+    parts = {name: torch.ones(4) for name in ("inner", "inner_bias", "outer", "outer_bias")}
+    save_far_head(far, FarHead(parts | {"targets": torch.arange(4)}, 2))
 
     kept = load_choice(choice), load_far_head(far, 2)
 
@@ -240,15 +241,15 @@ def test_engine_takes_any_dead_pipe_as_the_apps_end() -> None:
         EventWriter(GonePipe()).send(Heartbeat(uptime_s=1.0))
 
 
-@pytest.mark.parametrize(("name", "is_told"), [("nt", False), ("posix", True)])
+@pytest.mark.parametrize(("platform", "is_told"), [("win32", False), ("linux", True)])
 def test_reader_that_has_gone_is_told_nothing_on_windows_either(
-    name: str, is_told: bool, monkeypatch: pytest.MonkeyPatch, capsys
+    platform: str, is_told: bool, monkeypatch: pytest.MonkeyPatch, capfd
 ) -> None:
     monkeypatch.setattr(os, "dup2", lambda *_: None)
-    monkeypatch.setattr(os, "name", name)
+    monkeypatch.setattr(reporting.sys, "platform", platform)
     with pytest.raises(SystemExit), reporting.reporting_streams():
         raise OSError(errno.EINVAL, "Invalid argument")
-    assert bool(capsys.readouterr().err) == is_told
+    assert bool(capfd.readouterr().err) == is_told
 
 
 def test_character_that_the_output_does_not_have_is_no_failure(

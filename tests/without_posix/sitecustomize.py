@@ -1,9 +1,10 @@
-"""Takes away what Windows lacks, before anything of ours is imported.
+"""Shows our packages a system like Windows, before any of them is imported.
 
 Python runs this first in every process whose path begins with this folder, the engine's
-included. Modules that only Unix has are refused to our own packages: libraries choose by
-`sys.platform`, which a running system does not survive to be changed. Names that libraries
-do without are removed for everybody, and triton is not installed for anybody.
+included. What only Unix has is refused to our own packages, whose `sys.platform` is
+`win32`. Libraries see the system as it is: they choose their ways by its name, and those of
+Windows do not run here. Triton is not installed for anybody, files of /proc are not there,
+and links are refused.
 """
 
 from __future__ import annotations
@@ -13,35 +14,61 @@ import errno
 import mmap
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import psutil  # noqa: F401 - on Unix it imports what is taken away below
-
 OURS = ("mira_app", "mira_engine", "mira_kernels", "mira_assets")
 MODULES = ("fcntl", "grp", "pty", "pwd", "readline", "resource", "syslog", "termios", "tty")
-NAMES: dict[ModuleType, tuple[str, ...]] = {
-    os: (
-        "O_DIRECT", "O_CLOEXEC", "preadv", "pread", "pwritev", "posix_fadvise",
-        "POSIX_FADV_DONTNEED", "killpg", "setsid", "fork", "forkpty", "nice",
-        "sched_getaffinity", "sched_setaffinity",
-        "mkfifo", "chown", "uname",
+
+
+class View(ModuleType):
+    """A module of the standard library without some of its names, and with others changed."""
+
+    def __init__(self, module: ModuleType, hidden: tuple[str, ...], **changed: object) -> None:
+        super().__init__(module.__name__)
+        self.__dict__.update(changed, _module=module, _hidden=hidden)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._hidden:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        return getattr(self._module, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        setattr(self._module, name, value)
+
+
+VIEWS = {
+    "os": View(
+        os,
+        (
+            "O_DIRECT", "O_NONBLOCK", "POSIX_FADV_DONTNEED", "chown", "fork", "forkpty",
+            "geteuid", "getpgid", "getuid", "killpg", "mkfifo", "nice", "posix_fadvise", "pread",
+            "preadv", "pwrite", "pwritev", "sched_getaffinity", "setsid", "statvfs", "uname",
+        ),
+        name="nt",
     ),
-    signal: ("SIGKILL", "SIGHUP", "SIGUSR1", "SIGALRM", "pthread_sigmask", "setitimer"),
-    mmap: ("MADV_HUGEPAGE", "MAP_PRIVATE", "MAP_ANONYMOUS", "MAP_ANON"),
+    "signal": View(
+        signal, ("SIGALRM", "SIGHUP", "SIGKILL", "SIGUSR1", "pthread_sigmask", "setitimer")
+    ),
+    "mmap": View(mmap, ("MADV_HUGEPAGE", "MAP_ANONYMOUS", "MAP_PRIVATE")),
+    "sys": View(sys, (), platform="win32"),
 }  # fmt: skip
 
 _import = builtins.__import__
 
 
-def _importing(name: str, globals: Any = None, *rest: Any, **options: Any) -> ModuleType:
+def _importing(
+    name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0
+) -> Any:
     importer = (globals or {}).get("__name__", "").partition(".")[0]
-    if name.partition(".")[0] in MODULES and importer in OURS:
-        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-    return _import(name, globals, *rest, **options)
+    if level == 0 and importer in OURS:
+        if name.partition(".")[0] in MODULES:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        if name in VIEWS:
+            return VIEWS[name]
+    return _import(name, globals, locals, fromlist, level)
 
 
 def _not_linking(*_: object, **__: object) -> None:
@@ -59,11 +86,6 @@ def _without_proc(method: Any) -> Any:
 
 builtins.__import__ = _importing
 sys.modules["triton"] = None  # type: ignore[assignment]
-for _module, _names in NAMES.items():
-    for _name in _names:
-        if hasattr(_module, _name):
-            delattr(_module, _name)
 os.symlink = _not_linking
-subprocess.Popen.kill = subprocess.Popen.terminate  # type: ignore[method-assign]
 for _method in ("read_text", "write_text", "read_bytes"):
     setattr(Path, _method, _without_proc(getattr(Path, _method)))
