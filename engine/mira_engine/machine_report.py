@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import os
-import platform
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +27,7 @@ from .load_plan import make_load_plan
 from .policy.budget import SLOW_LINK_BYTES_PER_S
 from .predictor.bank import MANIFEST_FILE, PredictorBank
 from .runtime.cards import accelerator_facts, find_cards, look_at_limits, look_at_torch
-from .runtime.disk import open_for_records
+from .runtime.disk import has_direct_reads, open_for_records
 from .runtime.host_system import drive_facts, look_at_host, system_facts
 from .runtime.probe import default_num_threads, machine_name, measure_rates
 from .runtime.telemetry import MemoryProbe
@@ -163,12 +162,14 @@ def _kernels(cache_dir: Path | None) -> Iterator[MachineFact]:
         yield MachineFact(
             code="native-kernels",
             text=f"off, several times slower: {why}",
-            mark=FactMark.PROBLEM,
+            mark=FactMark.PROBLEM if native.is_supported() else FactMark.NOTE,
             hint=remedy,
         )
     if cache_dir is None:
         return
     num_steps = sum(1 for _ in (cache_dir / "steps").glob("*.bin"))
+    if not num_steps and not native.is_supported():
+        return
     yield MachineFact(
         code="compiled-steps",
         text=f"{num_steps} kept in {cache_dir}",
@@ -211,12 +212,12 @@ def _disk(folder: Path) -> Iterator[MachineFact]:
     yield from drive_facts(folder, look_at_host())
     yield MachineFact(
         code="direct-io",
-        text="reads pass the system's cache by" if is_direct else "refused by this file system",
-        mark=FactMark.OK if is_direct else FactMark.NOTE,
-        hint=""
+        text="reads pass the system's cache by"
         if is_direct
-        else f"Records are read through the cache of {platform.system()}, which works; another "
-        "disk may do better.",
+        else f"{'refused by this file system' if has_direct_reads() else 'not to be had here'}; "
+        "records are read through the system's cache, which works",
+        mark=FactMark.OK if is_direct or not has_direct_reads() else FactMark.NOTE,
+        hint="" if is_direct else "Another disk may do better.",
     )
 
 

@@ -62,10 +62,9 @@ class NativeStatus:
 def compiler() -> str | None:
     """Returns the C++ compiler's path: `$CXX`, else the first of the usual names.
 
-    None on Windows: torch's libraries there are those of another compiler than the sources and
-    their flags are written for.
+    None where the system is not supported.
     """
-    if _is_windows():
+    if not is_supported():
         return None
     chosen = os.environ.get("CXX", "").strip()
     if chosen:
@@ -75,15 +74,20 @@ def compiler() -> str | None:
 
 def compiler_problem() -> tuple[str, str]:
     """Says why `compiler` found none, and what to do about it."""
-    if _is_windows():
+    if not is_supported():
         return "they are not built on Windows", "In WSL 2 they are; here everything works without."
     named = os.environ.get("CXX", "").strip()
     why = f"$CXX names {named}, which is not there" if named else "no C++ compiler was found"
     return why, "Install g++ or clang, then start again."
 
 
-def _is_windows() -> bool:
-    return sys.platform == "win32"
+def is_supported() -> bool:
+    """Whether the kernels can be built on this system.
+
+    On Windows torch's libraries are those of another compiler than the sources and their flags
+    are written for.
+    """
+    return sys.platform != "win32"
 
 
 @functools.cache

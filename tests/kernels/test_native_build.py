@@ -52,7 +52,7 @@ def test_build_without_compiler_says_why(tmp_path, monkeypatch):
 
 
 def test_build_on_windows_says_that_there_is_none_and_what_has_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(native, "_is_windows", lambda: True)
+    monkeypatch.setattr(native, "is_supported", lambda: False)
     assert native.compiler() is None
     why, remedy = native.compiler_problem()
     assert native.build(tmp_path) == native.NativeStatus(False, f"Native kernels are off: {why}.")

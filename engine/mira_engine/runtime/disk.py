@@ -80,6 +80,11 @@ def open_for_records(path: Path, *, is_direct: bool) -> tuple[int, bool]:
     return os.open(path, flags), False
 
 
+def has_direct_reads() -> bool:
+    """Whether the system knows O_DIRECT; a file system may still refuse it."""
+    return hasattr(os, "O_DIRECT")
+
+
 def has_positioned_reads() -> bool:
     """Whether a read can say where, so that several threads may share a descriptor."""
     return hasattr(os, "preadv")
@@ -158,7 +163,7 @@ class DiskTransfer:
         self._throttle = throttle
         self._wants_direct = is_direct
         self._fds: dict[tuple[Path, int], int] = {}
-        self.is_direct = is_direct and hasattr(os, "O_DIRECT")
+        self.is_direct = is_direct and has_direct_reads()
         self.record_bytes = sum(len(b) for b in slot_buffers[0].values())
         self._lock = threading.Condition()
         self._demand: OrderedDict[ExpertId, _Move] = OrderedDict()
