@@ -13,6 +13,7 @@ from mira_engine.runtime.cards import Card
 from mira_engine.runtime.host_system import HostKind, HostSystem
 from mira_engine.runtime.spill import (
     CardRates,
+    CudaReads,
     SpillWatch,
     bus_rate,
     cut,
@@ -175,6 +176,14 @@ def test_arenas_are_cut_into_pieces_worth_a_read(monkeypatch: pytest.MonkeyPatch
     arenas = [torch.zeros(size, dtype=torch.uint8) for size in (150, 8, 70)]
 
     assert [piece.numel() for piece in cut(arenas)] == [64, 64, 22, 64]
+
+
+def test_pieces_are_read_as_whole_words_wherever_they_begin() -> None:
+    arena = torch.arange(150, dtype=torch.uint8)
+    words = CudaReads(list(arena.split(64)), torch.device("cpu"))._pieces
+
+    assert [len(part) for part in words] == [8, 8, 2]
+    assert words[2].view(torch.uint8).tolist() == list(range(128, 144))
 
 
 def test_bus_rate_is_known_for_whole_links_only() -> None:
