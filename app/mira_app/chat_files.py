@@ -13,6 +13,8 @@ MARKDOWN_SUFFIXES = (".md", ".markdown")
 JSONL_SUFFIX = ".jsonl"
 
 _MAX_NAME_CHARS = 48
+_DEVICE = re.compile(r"con|prn|aux|nul|(com|lpt)[0-9]")
+"""Names that are no files on Windows, with whatever suffix."""
 _OTHER_FOLDER = "Choose another folder."
 
 
@@ -99,6 +101,8 @@ def free_path(folder: Path, title: str, suffix: str = ".md") -> Path:
     """Returns a name made of a title that no file in the folder has."""
     words = re.findall(r"\w+", title.lower())
     name = "-".join(words)[:_MAX_NAME_CHARS].strip("-") or "chat"
+    if _DEVICE.fullmatch(name):
+        name = f"chat-{name}"
     path, number = folder / f"{name}{suffix}", 2
     while path.exists():
         path, number = folder / f"{name}-{number}{suffix}", number + 1

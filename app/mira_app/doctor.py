@@ -32,6 +32,8 @@ from .sanitise import sanitise
 from .settings import Settings
 from .settings_file import OpenedSettings
 
+_UNICODE_REMEDY = "Set PYTHONUTF8=1" if sys.platform == "win32" else "Set LANG to a UTF-8 locale"
+
 _MIN_COLUMNS, _MIN_LINES = 60, 15
 """Below this the screens are cramped."""
 
@@ -70,7 +72,7 @@ def _terminal(environ: Mapping[str, str]) -> Iterator[MachineFact]:
     shown = ", ".join(part for part in parts if part)
     if not sys.stdout.isatty():
         yield MachineFact(code="terminal", text="none: the output goes elsewhere")
-    elif term in ("", "dumb"):
+    elif term == "dumb" or (not term and sys.platform != "win32"):  # Windows sets none.
         yield MachineFact(
             code="terminal",
             text=shown,
@@ -92,7 +94,7 @@ def _terminal(environ: Mapping[str, str]) -> Iterator[MachineFact]:
         code="encoding",
         text=encoding,
         mark=FactMark.OK if is_unicode else FactMark.NOTE,
-        hint="" if is_unicode else "Set LANG to a UTF-8 locale, or some characters show as ?.",
+        hint="" if is_unicode else f"{_UNICODE_REMEDY}, or some characters show as ?.",
     )
 
 

@@ -50,6 +50,12 @@ from .engine_log import log_path, log_tail, make_log_file
 
 _MAX_QUEUED_REQUESTS = 64
 _CHILD_ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+_OWN_GROUP = getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)
+"""What Windows has instead of sessions."""
+
+_OUT_OF_MEMORY = frozenset({0xC0000017, 0xC000012D})
+"""Exit codes of Windows: STATUS_NO_MEMORY, STATUS_COMMITMENT_LIMIT."""
+
 _MEMORY_HINT = (
     "What was finished is kept: try again. If it happens again the machine may be out of "
     "memory; then give a smaller budget."
@@ -91,6 +97,7 @@ class EngineProcess:
                     env={**os.environ, **_CHILD_ENVIRONMENT},
                     # A Ctrl-C in the terminal is for the app, which cancels in order.
                     start_new_session=True,
+                    creationflags=_OWN_GROUP,
                 )
             except OSError as error:
                 raise EngineProcessError(
@@ -182,7 +189,7 @@ class EngineProcess:
                     pipe.flush()
                     if isinstance(request, Shutdown):
                         return
-        except (BrokenPipeError, ValueError):
+        except (OSError, ValueError):
             # The engine is gone; the reader finds out why and tells the open calls.
             return
 
@@ -301,9 +308,10 @@ class EngineProcess:
             name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
             message = f"The engine process was killed by {name}."
         else:
-            message = f"The engine process ended with exit code {code}."
+            shown = f"{code:#x}" if code >= 1 << 31 else str(code)  # as Windows names its own
+            message = f"The engine process ended with exit code {shown}."
         hint = f"Its log is {self._log_path}."
-        if code == -getattr(signal, "SIGKILL", 9):
+        if code == -getattr(signal, "SIGKILL", 9) or code in _OUT_OF_MEMORY:
             hint = f"{_MEMORY_HINT} {hint}"
         return EngineProcessError(message + self._tail_text(), hint=hint)
 

@@ -6,6 +6,7 @@ may be gone at any time.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from pathlib import Path
@@ -44,11 +45,11 @@ def make_log_file(log_dir: Path) -> Path:
             except FileNotFoundError:
                 continue  # Another app has just removed it.
             if status.st_size == 0:
-                path.unlink(missing_ok=True)
+                _remove(path)
             else:
                 kept.append((status.st_mtime, path))
         for _, path in sorted(kept)[: max(0, len(kept) - _NUM_KEPT_LOGS)]:
-            path.unlink(missing_ok=True)
+            _remove(path)
     except OSError as error:
         raise EngineProcessError(
             f"The log folder {log_dir} cannot be written: {error.strerror}.",
@@ -67,6 +68,12 @@ def log_tail(path: Path, start: int) -> list[str]:
     except OSError:
         return []  # It explains a failure; a second failure must not hide the first.
     return [line.rstrip() for line in text.splitlines() if line.strip()][-_NUM_TAIL_LINES:]
+
+
+def _remove(path: Path) -> None:
+    # Windows does not delete what an engine still has open whose app has died.
+    with contextlib.suppress(PermissionError):
+        path.unlink(missing_ok=True)
 
 
 def _is_in_use(path: Path) -> bool:

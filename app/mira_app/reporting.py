@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
 from collections.abc import Iterator
@@ -68,8 +69,12 @@ def reporting_errors(answer: Answer | None = None, style: str = "text") -> Itera
 def reporting_streams() -> Iterator[None]:
     """Ends the program with exit code 1 where the output cannot be written.
 
-    A reader that has gone is told nothing; anything else is one line on standard error.
+    A reader that has gone is told nothing; anything else is one line on standard error. A
+    character that the output's encoding does not have is written as `?`.
     """
+    with contextlib.suppress(AttributeError):  # None, or what a caller has put there.
+        if sys.stdout.encoding.lower().replace("-", "") != "utf8":
+            sys.stdout.reconfigure(errors="replace")
     try:
         yield
         if sys.stdout is not None:
@@ -78,10 +83,16 @@ def reporting_streams() -> Iterator[None]:
         # What is still buffered would fail once more when the interpreter ends.
         if sys.stdout is not None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(error, BrokenPipeError):
+        if not _is_reader_gone(error):
             what = error.filename if error.filename is not None else "The output"
             typer.echo(f"error: {what} cannot be used: {error.strerror or error}.", err=True)
         raise SystemExit(1) from None
+
+
+def _is_reader_gone(error: OSError) -> bool:
+    # Windows calls a pipe that nobody reads an invalid argument.
+    is_windows = sys.platform == "win32"
+    return isinstance(error, BrokenPipeError) or (is_windows and error.errno == errno.EINVAL)
 
 
 def print_error(error: MiraError, stream: TextIO | None = None) -> None:

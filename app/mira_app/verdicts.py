@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-import psutil
 from mira_engine.api import (
     CacheMode,
     ConfigError,
@@ -35,6 +34,7 @@ from mira_engine.api import (
     PlanMade,
     PlanModel,
     format_bytes,
+    system_memory,
     to_plain,
 )
 
@@ -184,7 +184,7 @@ class VerdictBoard:
         config: EngineConfig,
         cache_dir: Path,
         *,
-        free_memory: Callable[[], int] = lambda: psutil.virtual_memory().available,
+        free_memory: Callable[[], int] = lambda: system_memory().available_bytes,
     ) -> None:
         self._make_client = make_client
         self._config = config
@@ -362,7 +362,7 @@ class _Kept:
 def _key(entry: CatalogEntry, config: EngineConfig) -> str:
     """What a verdict depends on besides the free memory."""
     depends = [
-        platform.node(), platform.machine(), os.cpu_count(), psutil.virtual_memory().total,
+        platform.node(), platform.machine(), os.cpu_count(), system_memory().total_bytes,
         entry.state.value, dict(entry.facts.config) if entry.facts is not None else None,
         to_plain(config),
     ]  # fmt: skip

@@ -93,6 +93,7 @@ from .events import (
     StatsSample,
     TokenDelta,
 )
+from .system_memory import SystemMemory, system_memory
 from .types import (
     CacheMode,
     CompileMode,
@@ -205,6 +206,7 @@ __all__ = [
     "StatsSample",
     "StoreError",
     "Strategy",
+    "SystemMemory",
     "ThinkTags",
     "TokenDelta",
     "TraceError",
@@ -216,6 +218,7 @@ __all__ = [
     "error_from_fields",
     "format_bytes",
     "simulate",
+    "system_memory",
     "to_plain",
 ]
 

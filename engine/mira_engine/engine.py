@@ -22,6 +22,7 @@ from .policy.speculation import DepthPolicy, FixedDepth, RoundObservation
 from .runtime.beam import BeamResult
 from .runtime.expert_map import RoutingHeat, region_rows
 from .runtime.requests import BatchEvent
+from .runtime.spill import CODE as SPILLED
 from .runtime.telemetry import LiveSamples, ReplyMeter
 from .several import SeveralAtOnce
 from .trace import TracedRound
@@ -308,9 +309,10 @@ class Engine(LoadedModel):
         if self.config.is_direct_io and not self.transfer.is_direct:
             self._tell_once(
                 "no-direct-io",
-                "The file system does not allow O_DIRECT: records pass through the page cache.",
+                "O_DIRECT is not to be had here: records pass through the system's cache of files.",
             )
-
+        if self._spill is not None and (found := self._spill.look()) is not None:
+            self._tell_once(SPILLED, found.text)
         if self.executor.meter.decode.num_on_host:
             self._tell_once(
                 "host-experts",

@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-import psutil
 from mira_assets.calibration import calibration_prompts
 
 from .calibrate import RoutingRecording
@@ -45,6 +44,7 @@ from .load_plan import OnNotice
 from .prepare import is_checkpoint_gone, locked
 from .runtime.probe import default_num_threads
 from .runtime.recording import RecordingSettings
+from .system_memory import system_memory
 from .types import Precision
 
 GPTQ_VERSION = 1
@@ -197,7 +197,7 @@ def _announce(
     """
     layer_bytes = recording.max_bytes // len(checkpoint.modules)
     needed = working_bytes(checkpoint.shape, max_input_bytes=layer_bytes)
-    available = psutil.virtual_memory().available
+    available = system_memory().available_bytes
     if needed > available:
         raise PrepareError(
             f"GPTQ needs {format_bytes(needed)} of memory, {format_bytes(available)} is free.",

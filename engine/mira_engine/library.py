@@ -29,6 +29,9 @@ SOURCE_FILE = "source.json"
 
 _REPO = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?", re.ASCII)
 
+_DEVICE = re.compile(r"con|prn|aux|nul|(com|lpt)[0-9]", re.IGNORECASE)
+"""Names that are no files on Windows, with whatever suffix."""
+
 _NEEDED = {
     Precision.NESTED: (Precision.NESTED,),
     Precision.INT4: (Precision.INT4,),
@@ -186,7 +189,7 @@ class ModelLibrary:
             raise UnknownModelError(
                 f"{folder} is a file.", hint="Give the folder with config.json in it."
             )
-        if model.startswith((".", "~", "/")):
+        if model.startswith((".", "~", "/")) or Path(model).is_absolute():
             raise UnknownModelError(
                 f"The folder {folder} does not exist.",
                 hint="Give the folder of a downloaded checkpoint, or builtin.",
@@ -198,7 +201,7 @@ class ModelLibrary:
         )
 
     def _hub_home(self, repo_id: str, revision: str | None) -> ModelHome:
-        folder, note = repo_id.replace("/", "--"), ""
+        folder, note = _folder_name(repo_id.replace("/", "--")), ""
         if revision is not None:
             folder += f"--{hashlib.sha256(revision.encode()).hexdigest()[:8]}"
         root = self.models_dir / folder
@@ -221,7 +224,7 @@ class ModelLibrary:
         return ModelHome(
             name=str(folder),
             title=folder.name,
-            root=self.models_dir / f"{folder.name}-{digest}",
+            root=self.models_dir / _folder_name(f"{folder.name}-{digest}"),
             checkpoint_dir=folder,
         )
 
@@ -315,6 +318,11 @@ class ModelLibrary:
         if home.checkpoint_dir in others:
             return 0
         return hub_cache.drop_revision(home.checkpoint_dir)
+
+
+def _folder_name(name: str) -> str:
+    """Returns a name that every system takes: Windows keeps some for devices, up to a dot."""
+    return f"_{name}" if _DEVICE.fullmatch(name.partition(".")[0]) else name
 
 
 def read_source(root: Path) -> dict[str, object]:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import psutil
 import torch
 
 from .checkpoint.store import ExpertStore, StoreManifest
@@ -43,6 +42,7 @@ from .predictor.bank import predictors_bytes
 from .profiles import ProfileKey, load_profile
 from .runtime import gpu_device
 from .runtime.probe import PROFILE_FILE, MachineProfile, machine_name
+from .system_memory import system_memory
 from .types import (
     CacheMode,
     CachePolicy,
@@ -187,7 +187,7 @@ def make_load_plan(
     if config.is_predicting and config.is_prefetch_enabled:
         heads_bytes = predictors_bytes(home.predictors_dir)
         facts = replace(facts, workspace_bytes=facts.workspace_bytes + heads_bytes)
-    free = psutil.virtual_memory().available
+    free = system_memory().available_bytes
     if config.gpu is not None:
         free = gpu_device.free_device_bytes(config.gpu)
     available = free + reusable_bytes
@@ -272,7 +272,7 @@ def _known_rates(config: EngineConfig, profile_dir: Path | None) -> MachineRates
     if profile_dir is None or config.gpu is not None:  # Rates are the processor's.
         return None
     profile = MachineProfile(profile_dir / PROFILE_FILE)
-    rates = profile.rates(torch.get_num_threads(), psutil.virtual_memory().available)
+    rates = profile.rates(torch.get_num_threads(), system_memory().available_bytes)
     if rates is None:
         return None
     return with_link(rates, bytes_per_s=config.link.bytes_per_s, latency_s=config.link.latency_s)

@@ -188,6 +188,7 @@ class LoadedModel:
         self.context_length = context_length(self.model.config, config.context_length)
         device = self._make_gpu_device() if config.gpu is not None else self._make_device()
         self.transfer = device.transfer
+        self._spill = device.spill if isinstance(device, GpuDevice) else None
         self.cache_setup = load_plan.cache_setup(config, manifest, device.transfer.record_bytes)
         if isinstance(device, GpuDevice):
             self.cache_setup = replace(self.cache_setup, host=device.host_setup)

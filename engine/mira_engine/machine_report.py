@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import os
-import platform
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,9 +27,11 @@ from .load_plan import make_load_plan
 from .policy.budget import SLOW_LINK_BYTES_PER_S
 from .predictor.bank import MANIFEST_FILE, PredictorBank
 from .runtime.cards import accelerator_facts, find_cards, look_at_limits, look_at_torch
-from .runtime.disk import open_for_records
+from .runtime.disk import has_direct_reads, open_for_records
+from .runtime.host_system import drive_facts, look_at_host, system_facts
 from .runtime.probe import default_num_threads, machine_name, measure_rates
 from .runtime.telemetry import MemoryProbe
+from .system_memory import system_memory
 from .types import FactMark, Precision
 
 _LIBRARIES = ("torch", "transformers", "safetensors", "huggingface-hub", "numpy")
@@ -89,7 +90,11 @@ def _software() -> Iterator[MachineFact]:
 def _device(num_threads: int, *, is_card_used: bool) -> Iterator[MachineFact]:
     yield MachineFact(code="device", text=machine_name())
     yield from accelerator_facts(
-        find_cards(), look_at_torch(), look_at_limits(), is_used=is_card_used
+        find_cards(),
+        look_at_torch(),
+        look_at_limits(),
+        is_used=is_card_used,
+        host=look_at_host(),
     )
     physical = psutil.cpu_count(logical=False) or os.cpu_count() or 1
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -122,15 +127,16 @@ def _cpu_flags() -> set[str]:
 
 
 def _memory() -> Iterator[MachineFact]:
-    memory = psutil.virtual_memory()
-    is_little = memory.available < _LITTLE_MEMORY_BYTES
+    memory = system_memory()
+    is_little = memory.available_bytes < _LITTLE_MEMORY_BYTES
     yield MachineFact(
         code="memory",
-        text=f"{format_bytes(memory.available)} free of {format_bytes(memory.total)}",
+        text=f"{format_bytes(memory.available_bytes)} free of {format_bytes(memory.total_bytes)}",
         mark=FactMark.PROBLEM if is_little else FactMark.OK,
         hint="Close other programs, or give a smaller --budget." if is_little else "",
-        value=float(memory.available),
+        value=float(memory.available_bytes),
     )
+    yield from system_facts(look_at_host(), memory.total_bytes)
     if not MemoryProbe().is_exact:
         yield MachineFact(
             code="memory-peak",
@@ -152,17 +158,18 @@ def _kernels(cache_dir: Path | None) -> Iterator[MachineFact]:
             hint="The first chat builds them beside it; `run --compile wait` waits for it.",
         )
     else:
-        named = os.environ.get("CXX", "").strip()
-        why = f"$CXX names {named}, which is not there" if named else "there is no C++ compiler"
+        why, remedy = native.compiler_problem()
         yield MachineFact(
             code="native-kernels",
             text=f"off, several times slower: {why}",
-            mark=FactMark.PROBLEM,
-            hint="Install g++ or clang, then start again.",
+            mark=FactMark.PROBLEM if native.is_supported() else FactMark.NOTE,
+            hint=remedy,
         )
     if cache_dir is None:
         return
     num_steps = sum(1 for _ in (cache_dir / "steps").glob("*.bin"))
+    if not num_steps and not native.is_supported():
+        return
     yield MachineFact(
         code="compiled-steps",
         text=f"{num_steps} kept in {cache_dir}",
@@ -202,14 +209,15 @@ def _disk(folder: Path) -> Iterator[MachineFact]:
         hint="" if mark is FactMark.OK else "Free some space, or remove a model: mira-chat rm.",
         value=float(free),
     )
+    yield from drive_facts(folder, look_at_host())
     yield MachineFact(
         code="direct-io",
-        text="reads pass the system's cache by" if is_direct else "refused by this file system",
-        mark=FactMark.OK if is_direct else FactMark.NOTE,
-        hint=""
+        text="reads pass the system's cache by"
         if is_direct
-        else f"Records are read through the cache of {platform.system()}, which works; another "
-        "disk may do better.",
+        else f"{'refused by this file system' if has_direct_reads() else 'not to be had here'}; "
+        "records are read through the system's cache, which works",
+        mark=FactMark.OK if is_direct or not has_direct_reads() else FactMark.NOTE,
+        hint="" if is_direct else "Another disk may do better.",
     )
 
 
@@ -219,7 +227,7 @@ def _link(folder: Path, config: EngineConfig, num_threads: int) -> Iterator[Mach
             folder,
             num_threads=num_threads,
             num_reader_threads=config.num_reader_threads,
-            device_memory_bytes=psutil.virtual_memory().available,
+            device_memory_bytes=system_memory().available_bytes,
         )
     except (OSError, MiraError) as error:
         yield MachineFact(

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import torch
 from transformers import PreTrainedConfig
 
@@ -44,6 +43,7 @@ from .runtime.probe import (
     machine_name,
     measure_rates,
 )
+from .system_memory import system_memory
 
 _CARD_LAYOUT = "rows"
 """INT4 layout on graphics cards; the packed ones are those of processors."""
@@ -159,7 +159,7 @@ def _threads_of(config: EngineConfig) -> Iterator[None]:
 def own_rates(config: EngineConfig, data_dir: Path, cache_dir: Path | None) -> MachineRates:
     """Returns this machine's rates: those kept from before, else measured and kept now."""
     num_threads = config.num_threads or default_num_threads()
-    memory_bytes = psutil.virtual_memory().available
+    memory_bytes = system_memory().available_bytes
     profile = MachineProfile(cache_dir / PROFILE_FILE) if cache_dir is not None else None
     kept = profile.rates(num_threads, memory_bytes) if profile is not None else None
     if kept is not None:

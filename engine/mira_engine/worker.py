@@ -87,11 +87,18 @@ class EventWriter:
         self._lock = threading.Lock()
 
     def send(self, event: Event) -> None:
-        """Writes one event and flushes it."""
+        """Writes one event and flushes it.
+
+        Raises:
+            BrokenPipeError: The app is gone.
+        """
         line = wire.encode(event)
         with self._lock:
-            self._stream.write(line + "\n")
-            self._stream.flush()
+            try:
+                self._stream.write(line + "\n")
+                self._stream.flush()
+            except OSError as error:  # Windows calls it an invalid argument.
+                raise BrokenPipeError from error
 
 
 class Worker:

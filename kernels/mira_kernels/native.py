@@ -60,18 +60,41 @@ class NativeStatus:
 
 
 def compiler() -> str | None:
-    """Returns the C++ compiler's path: `$CXX`, else the first of the usual names."""
+    """Returns the C++ compiler's path: `$CXX`, else the first of the usual names.
+
+    None where the system is not supported.
+    """
+    if not is_supported():
+        return None
     chosen = os.environ.get("CXX", "").strip()
     if chosen:
         return shutil.which(chosen)
     return next((path for name in _COMPILERS if (path := shutil.which(name))), None)
 
 
+def compiler_problem() -> tuple[str, str]:
+    """Says why `compiler` found none, and what to do about it."""
+    if not is_supported():
+        return "they are not built on Windows", "In WSL 2 they are; here everything works without."
+    named = os.environ.get("CXX", "").strip()
+    why = f"$CXX names {named}, which is not there" if named else "no C++ compiler was found"
+    return why, "Install g++ or clang, then start again."
+
+
+def is_supported() -> bool:
+    """Whether the kernels can be built on this system.
+
+    On Windows torch's libraries are those of another compiler than the sources and their flags
+    are written for.
+    """
+    return sys.platform != "win32"
+
+
 @functools.cache
 def _processor() -> str:
     """Model and flags of the processor: what `-march=native` depends on."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return f"{platform.machine()} {platform.processor()}"
     wanted = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU part")
@@ -127,9 +150,7 @@ def build(cache_dir: Path, *, is_cancelled: Callable[[], bool] = lambda: False) 
     """
     chosen = compiler()
     if chosen is None:
-        named = os.environ.get("CXX", "").strip()
-        what = f"$CXX names {named}, which is not there" if named else "no C++ compiler was found"
-        return NativeStatus(False, f"Native kernels are off: {what}.")
+        return NativeStatus(False, f"Native kernels are off: {compiler_problem()[0]}.")
     target = library_path(cache_dir)
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)

@@ -3,9 +3,9 @@
 import shutil
 from dataclasses import replace
 
+import psutil
 import pytest
 import tiny_models
-from mira_engine import gptq
 from mira_engine.checkpoint import gptq_process, gptq_store
 from mira_engine.checkpoint.files import MANIFEST_FILE
 from mira_engine.checkpoint.gptq_child import do_job
@@ -95,8 +95,8 @@ def test_experts_that_gptq_fails_at_are_counted(here, home_of, make, monkeypatch
 
 def test_too_little_memory_is_told_before_the_model_is_loaded(here, home_of, make, monkeypatch):
     home = home_of()
-    memory = gptq.psutil.virtual_memory()
-    monkeypatch.setattr(gptq.psutil, "virtual_memory", lambda: memory._replace(available=1000))
+    memory = psutil.virtual_memory()
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory._replace(available=1000))
     with pytest.raises(PrepareError, match="GPTQ needs .* 1000 B is free"):
         make(home)
     assert not home.draft_dir.exists()

@@ -472,9 +472,9 @@ def test_more_memory_than_is_free_is_refused(
     load: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Little:
-        available = 2**20
+        total = available = 2**20
 
-    monkeypatch.setattr("mira_engine.load_plan.psutil.virtual_memory", Little)
+    monkeypatch.setattr("psutil.virtual_memory", Little)
     with pytest.raises(BudgetError, match="short"):
         load()
 

@@ -6,6 +6,7 @@ import io
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from mira_engine.errors import StoreError
 from mira_engine.events import DescribeMachine, MachineDescribed, MachineFact
 from mira_engine.library import ModelLibrary
 from mira_engine.prepare import prepare
+from mira_engine.runtime.host_system import HostKind, HostSystem
+from mira_engine.system_memory import SystemMemory
 from mira_engine.types import FactMark, Precision
 from mira_engine.worker import EventWriter, Worker
 from mira_kernels import native
@@ -142,6 +145,23 @@ def test_missing_compiler_is_a_problem_and_a_built_library_is_not(tmp_path, monk
     assert "$CXX names no-such-compiler" in fact.text
     monkeypatch.setattr(native, "is_built", lambda folder: True)
     assert described(tmp_path, "builtin", tmp_path)["native-kernels"].mark is FactMark.OK
+
+
+def test_wsl_and_its_slow_drives_are_told(tmp_path, monkeypatch):
+    host = HostSystem(kind=HostKind.WSL)
+    monkeypatch.setattr(machine_report, "look_at_host", lambda: host)
+    mounts = [SimpleNamespace(mountpoint=str(tmp_path), fstype="9p")]
+    monkeypatch.setattr("psutil.disk_partitions", lambda all: mounts)
+    facts = described(tmp_path, "builtin", None)
+    assert facts["wsl"].mark is FactMark.NOTE
+    assert facts["windows-drive"].mark is FactMark.PROBLEM
+    assert facts["gpu"].mark is FactMark.NOTE
+
+
+def test_containers_limit_is_the_memory_that_is_told(tmp_path, monkeypatch):
+    little = SystemMemory(total_bytes=2**31, available_bytes=2**30, container_bytes=2**31)
+    monkeypatch.setattr(machine_report, "system_memory", lambda: little)
+    assert described(tmp_path, "builtin", None)["memory"].text == "1.0 GiB free of 2.0 GiB"
 
 
 def test_little_memory_is_a_problem(tmp_path, monkeypatch):

@@ -51,6 +51,15 @@ def test_build_without_compiler_says_why(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_build_on_windows_says_that_there_is_none_and_what_has_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(native, "is_supported", lambda: False)
+    assert native.compiler() is None
+    why, remedy = native.compiler_problem()
+    assert native.build(tmp_path) == native.NativeStatus(False, f"Native kernels are off: {why}.")
+    assert "Windows" in why
+    assert "WSL 2" in remedy
+
+
 def test_build_with_failing_compiler_says_why(tmp_path, monkeypatch):
     compiler = tmp_path / "c++"
     compiler.write_text("#!/bin/sh\necho 'x.cpp:1: error: no such luck' >&2\nexit 1\n")

@@ -98,6 +98,16 @@ def test_program_facts_need_no_engine(tmp_path, monkeypatch, term, mark):
     assert all(fact.hint for fact in facts.values() if fact.mark is not FactMark.OK)
 
 
+@pytest.mark.parametrize(("platform", "mark"), [("win32", FactMark.OK), ("linux", FactMark.NOTE)])
+def test_terminal_without_term_is_ordinary_on_windows(monkeypatch, platform, mark):
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("LINES", "40")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(doctor.sys, "platform", platform)
+    facts = {fact.code: fact for fact in doctor.program_facts({}, {})}
+    assert facts["terminal"].mark is mark
+
+
 def test_small_terminal_is_noted(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "20")
     monkeypatch.setenv("LINES", "5")

@@ -17,6 +17,7 @@ from mira_engine.runtime.cards import (
     find_cards,
     look_at_limits,
 )
+from mira_engine.runtime.host_system import HostKind, HostSystem
 from mira_engine.types import FactMark
 
 GIB = 1 << 30
@@ -32,6 +33,9 @@ CARD = Card(
 )
 SEARCH = CardSearch(cards=(CARD,), driver="580.95", cuda=(13, 0))
 BUILD = TorchBuild(cuda="13.0", has_cuda_device=True)
+LINUX = HostSystem(kind=HostKind.LINUX)
+WSL = HostSystem(kind=HostKind.WSL)
+WINDOWS = HostSystem(kind=HostKind.WINDOWS)
 
 
 def _facts(
@@ -40,8 +44,10 @@ def _facts(
     limits: SystemLimits = SystemLimits(),  # noqa: B008 - frozen
     *,
     is_used: bool = True,
+    host: HostSystem = LINUX,
 ) -> dict[str, MachineFact]:
-    return {fact.code: fact for fact in accelerator_facts(search, build, limits, is_used=is_used)}
+    facts = accelerator_facts(search, build, limits, is_used=is_used, host=host)
+    return {fact.code: fact for fact in facts}
 
 
 def _with(**changes: object) -> CardSearch:
@@ -53,6 +59,8 @@ class FakeNvml:
 
     class NVMLError(Exception):
         pass
+
+    NVML_CLOCK_MEM = 2
 
     def __init__(self, init_error: str = "") -> None:
         self.init_error = init_error
@@ -97,6 +105,15 @@ class FakeNvml:
     def nvmlDeviceGetMaxPcieLinkWidth(self, handle: int) -> int:
         return 16
 
+    def nvmlDeviceGetMaxClockInfo(self, handle: int, kind: int) -> int:
+        assert kind == self.NVML_CLOCK_MEM
+        return 7501
+
+    def nvmlDeviceGetMemoryBusWidth(self, handle: int) -> int:
+        if handle:
+            raise self.NVMLError("Not Supported")
+        return 192
+
 
 def test_cards_are_found_with_what_they_tell() -> None:
     nvml = FakeNvml()
@@ -109,6 +126,8 @@ def test_cards_are_found_with_what_they_tell() -> None:
     assert search.cards[0].link_width == 8
     assert search.cards[1].link_generation == 0
     assert search.cards[1].used_bytes == 6 * GIB
+    assert search.cards[0].memory_bytes_per_s == pytest.approx(360e9, rel=0.01)
+    assert search.cards[1].memory_bytes_per_s == 0.0
     assert nvml.is_shut
 
 
@@ -138,8 +157,9 @@ def test_card_that_this_version_does_not_use_says_so() -> None:
         (dataclasses.replace(SEARCH, cuda=(12, 8), driver="570.10"), BUILD, "570.10", "580.65"),
         (SEARCH, TorchBuild(cuda="13.0"), "does not see", "CUDA_VISIBLE_DEVICES"),
         (_with(capability=(6, 1)), BUILD, "too old", "2017"),
+        (SEARCH, dataclasses.replace(BUILD, has_triton=False), "triton", "pip install triton"),
     ],
-    ids=["cpu-torch", "old-driver", "hidden", "old-card"],
+    ids=["cpu-torch", "old-driver", "hidden", "old-card", "no-triton"],
 )
 def test_card_that_torch_cannot_use_is_named_with_the_remedy(
     search: CardSearch, build: TorchBuild, text: str, hint: str
@@ -149,6 +169,39 @@ def test_card_that_torch_cannot_use_is_named_with_the_remedy(
     assert fact.mark is FactMark.PROBLEM
     assert text in fact.text
     assert hint in fact.hint
+
+
+@pytest.mark.parametrize(
+    ("search", "build", "host", "hint"),
+    [
+        (dataclasses.replace(SEARCH, cuda=(12, 8)), BUILD, WSL, "driver 580 or newer in Windows"),
+        (dataclasses.replace(SEARCH, cuda=(12, 8)), BUILD, WINDOWS, "driver 580 or newer, or"),
+        (SEARCH, TorchBuild(cuda="13.0"), WSL, "/usr/lib/wsl/lib is in LD_LIBRARY_PATH"),
+        (SEARCH, TorchBuild(cuda="13.0"), WINDOWS, "Look at CUDA_VISIBLE_DEVICES."),
+        (SEARCH, dataclasses.replace(BUILD, has_triton=False), WINDOWS, "WSL 2"),
+    ],
+)
+def test_remedy_for_a_card_is_that_of_its_system(
+    search: CardSearch, build: TorchBuild, host: HostSystem, hint: str
+) -> None:
+    assert hint in _facts(search, build, host=host)["gpu-0"].hint
+
+
+@pytest.mark.parametrize(
+    ("has_driver", "hint"), [(True, "LD_LIBRARY_PATH"), (False, "install its driver in Windows")]
+)
+def test_wsl_without_a_card_hears_what_may_be_missing(has_driver: bool, hint: str) -> None:
+    host = dataclasses.replace(WSL, has_wsl_driver=has_driver)
+    fact = _facts(CardSearch(), TorchBuild(), host=host)["gpu"]
+
+    assert fact.mark is FactMark.NOTE
+    assert hint in fact.hint
+
+
+def test_linux_driver_inside_wsl_is_named_as_the_mistake() -> None:
+    broken = find_cards(FakeNvml("Driver/library version mismatch"))
+
+    assert "Linux driver" in _facts(broken, host=WSL)["gpu"].hint
 
 
 @pytest.mark.parametrize(
@@ -202,5 +255,5 @@ def test_limits_are_read_from_both_kinds_of_containers(tmp_path: Path) -> None:
     (tmp_path / "sys/fs/cgroup/memory.max").write_text("max\n", encoding="ascii")
     old.write_text("4096\n", encoding="ascii")
     assert look_at_limits(tmp_path).container_bytes == 4096
-    (tmp_path / "sys/fs/cgroup/memory.max").write_text("8192\n", encoding="ascii")
-    assert look_at_limits(tmp_path).container_bytes == 8192
+    (tmp_path / "sys/fs/cgroup/memory.max").write_text("2048\n", encoding="ascii")
+    assert look_at_limits(tmp_path).container_bytes == 2048

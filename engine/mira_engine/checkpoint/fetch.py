@@ -167,7 +167,7 @@ def _bytes_in(folder: Path) -> int:
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):
                 total += os.stat(os.path.join(parent, name)).st_size
     return total
 

@@ -143,7 +143,7 @@ def _started(job: GptqJob) -> Iterator[tuple[subprocess.Popen[str], Lines]]:
     )
     reader.start()
     try:
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(OSError):  # It has ended already, which is told below.
             process.stdin.write(job.to_line())
             process.stdin.flush()
         yield process, lines
@@ -151,7 +151,7 @@ def _started(job: GptqJob) -> Iterator[tuple[subprocess.Popen[str], Lines]]:
         process.kill()
         process.wait()
         reader.join()
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(OSError):
             process.stdin.close()
         process.stdout.close()
         with disk_errors(Path(job.store_dir)):

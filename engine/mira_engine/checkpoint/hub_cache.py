@@ -9,10 +9,14 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 PARTIAL_SUFFIX = ".mira-partial"
 """Ends the name of a blob that is not whole yet."""
+
+_FileId = tuple[int, int]
+"""What all names of one file have in common: its disk and its number there."""
 
 
 def revision_bytes(snapshot: Path) -> int:
@@ -58,9 +62,14 @@ def drop_file(snapshot: Path, name: str) -> int:
         OSError: A file cannot be deleted.
     """
     pointer, freed = snapshot / name, 0
-    blob, repo = pointer.resolve(), snapshot.parent.parent.resolve()
+    blobs = _blobs(snapshot)
+    blob, repo = _blob_of(pointer, blobs), snapshot.parent.parent.resolve()
     others = (path for path in snapshot.parent.rglob("*") if path != pointer and path.is_file())
-    if blob.is_file() and repo in blob.parents and all(each.resolve() != blob for each in others):
+    if (
+        blob.is_file()
+        and repo in blob.parents
+        and all(_blob_of(each, blobs) != blob for each in others)
+    ):
         freed = blob.stat().st_size
         blob.unlink()
     pointer.unlink(missing_ok=True)
@@ -90,19 +99,43 @@ def link(blob: Path, pointer: Path) -> None:
 
 def _own_blobs(snapshot: Path) -> list[Path]:
     """Files of a snapshot, links followed, that no other snapshot of the repository has."""
-    used = {each: _files_of(each) for each in snapshot.parent.glob("*")}
+    blobs = _blobs(snapshot)
+    used = {each: _files_of(each, blobs) for each in snapshot.parent.glob("*")}
     mine = used.pop(snapshot, set())
     repo = snapshot.parent.parent.resolve()
     # A blob may itself be a link to a store that all repositories share: that one stays.
     return sorted(path for path in mine.difference(*used.values()) if repo in path.parents)
 
 
-def _files_of(snapshot: Path) -> set[Path]:
+def _files_of(snapshot: Path, blobs: Mapping[_FileId, Path]) -> set[Path]:
     found = set()
     for path in snapshot.rglob("*"):
         with contextlib.suppress(OSError):
             if path.is_file():
-                found.add(path.resolve())
+                found.add(_blob_of(path, blobs))
+    return found
+
+
+def _blobs(snapshot: Path) -> dict[_FileId, Path]:
+    """The repository's blobs by what identifies them."""
+    found = {}
+    for path in (snapshot.parent.parent / "blobs").resolve().glob("*"):
+        with contextlib.suppress(OSError):
+            if path.is_file():
+                status = path.stat()
+                found[status.st_dev, status.st_ino] = path.resolve()
+    return {key: path for key, path in found.items() if key[1]}  # FAT numbers nothing.
+
+
+def _blob_of(pointer: Path, blobs: Mapping[_FileId, Path]) -> Path:
+    """The file that a name of a snapshot stands for.
+
+    Where the system has no links for everybody (Windows) it is a second name of a blob.
+    """
+    found = pointer.resolve()
+    with contextlib.suppress(OSError):
+        status = found.stat()
+        return blobs.get((status.st_dev, status.st_ino), found)
     return found
 
 

@@ -304,7 +304,7 @@ def save_far_head(path: Path, head: FarHead | None) -> None:
 
 def load_far_head(path: Path, top_k: int) -> FarHead | None:
     """Reads what `save_far_head` wrote."""
-    tensors = load_file(path)
+    tensors = {key: tensor.clone() for key, tensor in load_file(path).items()}
     return FarHead(tensors, top_k) if tensors else None
 
 
@@ -312,7 +312,8 @@ def load_choice(path: Path) -> LayerChoice:
     """Reads what `save_choice` wrote."""
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
-        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        # Copies: a file that is mapped into memory cannot be deleted on Windows.
+        tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
     return LayerChoice(
         predictor=predictor_from(PredictorKind(metadata["kind"]), tensors),
         reason=metadata["reason"],

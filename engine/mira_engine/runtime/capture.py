@@ -25,7 +25,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-import psutil
 import torch
 import transformers
 from mira_kernels import native
@@ -35,6 +34,7 @@ from ..config import format_bytes
 from ..model.linear import dense_groups, split_census
 from ..model.operators import StepBinding, bound
 from ..model.steps import StepSpec, other_dtypes, step_arguments
+from ..system_memory import system_memory
 from ..types import DraftDense
 
 STEP_VERSION = 3
@@ -245,7 +245,7 @@ class StepCapture:
         )
 
     def _has_memory(self) -> bool:
-        available = psutil.virtual_memory().available
+        available = system_memory().available_bytes
         if available < _COMPILER_BYTES:
             self._notify(
                 "uncompiled",

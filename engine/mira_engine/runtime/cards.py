@@ -9,6 +9,7 @@ and what the system limits are values, looked up by `look_at_torch` and `look_at
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +19,9 @@ from typing import Any
 
 from ..config import format_bytes
 from ..events import MachineFact
+from ..system_memory import system_memory
 from ..types import FactMark
+from .host_system import WSL_LIBRARIES, HostKind, HostSystem
 
 MIN_CAPABILITY = (7, 0)
 """Below, neither torch nor triton builds kernels any more (torch 2.13, triton 3.9)."""
@@ -27,6 +30,11 @@ BFLOAT16_CAPABILITY = (8, 0)
 
 _DRIVER_OF_CUDA = {11: "450.80", 12: "525.60", 13: "580.65"}
 """Oldest Linux driver by major version of CUDA. Source: CUDA's release notes."""
+
+_WINDOWS_DRIVER_OF_CUDA = {11: "452.39", 12: "528.33", 13: "580"}
+"""The same for Windows' driver, which serves WSL 2 as well."""
+
+_NO_TRITON = "triton, which the experts' kernels are written in, is not installed"
 
 _USED_BY_OTHERS_BYTES = 512 << 20
 _LITTLE_LOCKED_BYTES = 1 << 30
@@ -45,6 +53,7 @@ class Card:
         link_generation: PCIe generation that card and slot can reach, 0 where unknown.
         link_width: Lanes in use now.
         max_link_width: Lanes that the card has.
+        memory_bytes_per_s: What its memory does at its highest clock, 0 where unknown.
     """
 
     index: int
@@ -55,6 +64,7 @@ class Card:
     link_generation: int = 0
     link_width: int = 0
     max_link_width: int = 0
+    memory_bytes_per_s: float = 0.0
 
     @property
     def used_bytes(self) -> int:
@@ -88,12 +98,14 @@ class TorchBuild:
         hip: ROCm's version, likewise.
         has_cuda_device: Whether it can use a card now.
         has_mps: Whether it can use Apple's GPU now.
+        has_triton: Whether kernels for cards can be compiled beside it.
     """
 
     cuda: str = ""
     hip: str = ""
     has_cuda_device: bool = False
     has_mps: bool = False
+    has_triton: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +114,7 @@ class SystemLimits:
 
     Attributes:
         locked_bytes: Memory it may pin, `None` without a limit.
-        container_bytes: Memory of its container, `None` without one.
+        container_bytes: Memory of its container or control group, `None` without a limit.
         has_amd_driver: Whether the kernel drives an AMD GPU.
     """
 
@@ -152,12 +164,18 @@ def _card(nvml: Any, index: int, handle: Any) -> Card:
         link["link_generation"] = nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle)
         link["link_width"] = nvml.nvmlDeviceGetCurrPcieLinkWidth(handle)
         link["max_link_width"] = nvml.nvmlDeviceGetMaxPcieLinkWidth(handle)
+    memory_bytes_per_s = 0.0
+    with contextlib.suppress(nvml.NVMLError):
+        megahertz = nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_MEM)
+        # Two transfers a clock, as the library counts it for every kind of memory.
+        memory_bytes_per_s = 2e6 * megahertz * nvml.nvmlDeviceGetMemoryBusWidth(handle) / 8
     return Card(
         index=index,
         name=_text(nvml.nvmlDeviceGetName(handle)),
         total_bytes=memory.total,
         free_bytes=memory.free,
         capability=tuple(nvml.nvmlDeviceGetCudaComputeCapability(handle)),
+        memory_bytes_per_s=memory_bytes_per_s,
         **link,
     )
 
@@ -176,14 +194,20 @@ def look_at_torch() -> TorchBuild:
         hip=getattr(torch.version, "hip", None) or "",
         has_cuda_device=torch.cuda.is_available(),
         has_mps=bool(mps and mps.is_available()),
+        has_triton=has_triton(),
     )
+
+
+def has_triton() -> bool:
+    """Whether triton is installed; it has no wheel for every system."""
+    return importlib.util.find_spec("triton") is not None
 
 
 def look_at_limits(root: Path = Path("/")) -> SystemLimits:
     """Reads limits of this process and of its container.
 
     Args:
-        root: Where `sys` is.
+        root: Where `proc` and `sys` are.
     """
     locked: int | None = None
     with contextlib.suppress(ImportError):
@@ -191,22 +215,20 @@ def look_at_limits(root: Path = Path("/")) -> SystemLimits:
 
         soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         locked = None if soft == resource.RLIM_INFINITY else soft
-    container: int | None = None
-    for place in ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError):
-            limit = int((root / place).read_text(encoding="ascii"))
-            # The older interface says "none" by a number that no machine has.
-            container = limit if limit < 1 << 60 else None
-            break
     return SystemLimits(
         locked_bytes=locked,
-        container_bytes=container,
+        container_bytes=system_memory(root).container_bytes,
         has_amd_driver=(root / "sys/module/amdgpu").exists() or (root / "dev/kfd").exists(),
     )
 
 
 def accelerator_facts(
-    search: CardSearch, build: TorchBuild, limits: SystemLimits, *, is_used: bool
+    search: CardSearch,
+    build: TorchBuild,
+    limits: SystemLimits,
+    *,
+    is_used: bool,
+    host: HostSystem,
 ) -> Iterator[MachineFact]:
     """Says of every accelerator whether it can be used, and what to do where it cannot.
 
@@ -214,39 +236,42 @@ def accelerator_facts(
         search: The NVIDIA cards.
         build: What torch can.
         limits: What the system allows.
-        is_used: Whether this version computes on GPUs.
+        is_used: Whether a card was asked for.
+        host: The system.
     """
     if search.problem:
         yield MachineFact(
             code="gpu",
             text=f"NVIDIA's driver does not answer: {search.problem}",
             mark=FactMark.PROBLEM,
-            hint="Install the driver again, or restart the machine after an update of it.",
+            hint="Remove NVIDIA's Linux driver from WSL, where only Windows' driver works."
+            if host.kind is HostKind.WSL
+            else "Install the driver again, or restart the machine after an update of it.",
         )
     for card in search.cards:
-        yield from _card_facts(card, search, build, is_used=is_used)
+        yield from _card_facts(card, search, build, host, is_used=is_used)
     if not search.cards and not search.problem:
-        yield _other_accelerator(build, limits)
+        yield _other_accelerator(build, limits, host)
     yield _pinned(limits, is_needed=bool(search.cards) and is_used)
     if limits.container_bytes is not None:
         yield MachineFact(
             code="container-memory",
-            text=f"this container may hold {format_bytes(limits.container_bytes)}",
+            text=f"this container or control group may hold {format_bytes(limits.container_bytes)}",
             mark=FactMark.NOTE,
-            hint="Experts in host memory count towards it.",
+            hint="All that the program holds in memory counts towards it, experts too.",
             value=float(limits.container_bytes),
         )
 
 
 def _card_facts(
-    card: Card, search: CardSearch, build: TorchBuild, *, is_used: bool
+    card: Card, search: CardSearch, build: TorchBuild, host: HostSystem, *, is_used: bool
 ) -> Iterator[MachineFact]:
     code = f"gpu-{card.index}"
     about = (
         f"{card.name}, {format_bytes(card.free_bytes)} free of {format_bytes(card.total_bytes)}, "
         f"compute capability {card.capability[0]}.{card.capability[1]}"
     )
-    problem = _card_problem(card, search, build)
+    problem = _card_problem(card, search, build, host)
     if problem is not None:
         text, hint = problem
         yield MachineFact(code=code, text=f"{about}: {text}", mark=FactMark.PROBLEM, hint=hint)
@@ -286,7 +311,9 @@ def _card_facts(
         )
 
 
-def _card_problem(card: Card, search: CardSearch, build: TorchBuild) -> tuple[str, str] | None:
+def _card_problem(
+    card: Card, search: CardSearch, build: TorchBuild, host: HostSystem
+) -> tuple[str, str] | None:
     """Why torch cannot use a card, and what to do."""
     if card.capability < MIN_CAPABILITY:
         return "too old for torch and triton", "A card of 2017 or later is needed."
@@ -297,20 +324,34 @@ def _card_problem(card: Card, search: CardSearch, build: TorchBuild) -> tuple[st
         )
     needed = int(build.cuda.partition(".")[0])
     if search.cuda[0] < needed:
-        oldest = _DRIVER_OF_CUDA.get(needed, "a newer one")
+        oldest = (_WINDOWS_DRIVER_OF_CUDA if host.kind.is_wddm else _DRIVER_OF_CUDA).get(needed)
+        wanted = f"driver {oldest} or newer" if oldest else "newest driver"
         return (
             f"driver {search.driver} is too old for torch's CUDA {build.cuda}",
-            f"Install NVIDIA driver {oldest} or newer, or a torch built for CUDA {search.cuda[0]}.",
+            f"Install NVIDIA's {wanted}{' in Windows' if host.kind is HostKind.WSL else ''}, or a "
+            f"torch built for CUDA {search.cuda[0]}.",
         )
     if not build.has_cuda_device:
-        return (
-            "torch does not see it",
-            "Look at CUDA_VISIBLE_DEVICES, and at who may open /dev/nvidia*.",
-        )
+        return "torch does not see it", f"Look at CUDA_VISIBLE_DEVICES{_who_may_open(host)}."
+    if not build.has_triton:
+        return _NO_TRITON, triton_hint(host)
     return None
 
 
-def _other_accelerator(build: TorchBuild, limits: SystemLimits) -> MachineFact:
+def _who_may_open(host: HostSystem) -> str:
+    if host.kind is HostKind.WSL:
+        return f", at who may open /dev/dxg, and whether {WSL_LIBRARIES} is in LD_LIBRARY_PATH"
+    return "" if host.kind is HostKind.WINDOWS else ", and at who may open /dev/nvidia*"
+
+
+def triton_hint(host: HostSystem) -> str:
+    """Says how triton gets here."""
+    if host.kind is HostKind.WINDOWS:
+        return "Run mira-chat in WSL 2, or install triton-windows, which was not tried."
+    return "Install triton into this environment: pip install triton."
+
+
+def _other_accelerator(build: TorchBuild, limits: SystemLimits, host: HostSystem) -> MachineFact:
     if build.hip:
         return MachineFact(
             code="gpu",
@@ -332,7 +373,17 @@ def _other_accelerator(build: TorchBuild, limits: SystemLimits) -> MachineFact:
             mark=FactMark.NOTE,
             hint="Models larger than the memory run from the disk.",
         )
-    return MachineFact(code="gpu", text="none that torch can use; the CPU computes")
+    text = "none that torch can use; the CPU computes"
+    if host.kind is not HostKind.WSL:
+        return MachineFact(code="gpu", text=text)
+    if host.has_wsl_driver:
+        hint = f"Windows' driver is here: put {WSL_LIBRARIES} into LD_LIBRARY_PATH."
+    else:
+        hint = (
+            "If there is an NVIDIA card: install its driver in Windows (none in WSL), then "
+            "wsl --shutdown."
+        )
+    return MachineFact(code="gpu", text=text, mark=FactMark.NOTE, hint=hint)
 
 
 def _pinned(limits: SystemLimits, *, is_needed: bool) -> MachineFact:

@@ -1,12 +1,12 @@
 """The CPU machine's link: reader threads move records from the disk into RAM slots.
 
 Each reader takes one expert at a time, demand first, and reads its planes with
-`os.preadv` straight into the slot (which releases the interpreter lock). A prefetch is
-read in pieces of about a millisecond and steps aside between two of them while a demand
-is served, so that a wrong guess costs a miss almost nothing. Files are opened with
-O_DIRECT where the file system allows it; where not, reads go through the page cache and
-the caller is told (`is_direct`).
-
+`os.preadv` straight into the slot (which releases the interpreter lock). Where the system
+has no reads at a position (Windows), every reader opens the files for itself, and seeks.
+A prefetch is read in pieces of about a millisecond and steps aside between two of them
+while a demand is served, so that a wrong guess costs a miss almost nothing. Files are
+opened with O_DIRECT where the file system allows it; where not, reads go through the page
+cache and the caller is told (`is_direct`).
 
 Shut-down order: `close` marks the queue closed, wakes the readers, joins them, then
 closes the files.
@@ -14,6 +14,7 @@ closes the files.
 
 from __future__ import annotations
 
+import io
 import os
 import queue
 import threading
@@ -68,7 +69,8 @@ def open_for_records(path: Path, *, is_direct: bool) -> tuple[int, bool]:
     Returns:
         The descriptor, and whether O_DIRECT is in force.
     """
-    flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)
+    # Windows would translate line ends, and end a file at a byte 26.
+    flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
     direct = getattr(os, "O_DIRECT", 0)
     if is_direct and direct:
         try:
@@ -78,8 +80,29 @@ def open_for_records(path: Path, *, is_direct: bool) -> tuple[int, bool]:
     return os.open(path, flags), False
 
 
+def has_direct_reads() -> bool:
+    """Whether the system knows O_DIRECT; a file system may still refuse it."""
+    return hasattr(os, "O_DIRECT")
+
+
+def has_positioned_reads() -> bool:
+    """Whether a read can say where, so that several threads may share a descriptor."""
+    return hasattr(os, "preadv")
+
+
+def _read_at(fd: int, buffer: memoryview, offset: int) -> int:
+    """Reads once; the interpreter lock is free meanwhile. Returns the bytes read."""
+    if has_positioned_reads():
+        return os.preadv(fd, [buffer], offset)
+    with io.FileIO(fd, closefd=False) as file:
+        file.seek(offset)
+        return file.readinto(buffer) or 0
+
+
 def read_exactly(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
     """Fills `buffer` from `offset`.
+
+    Without `has_positioned_reads` the descriptor must be the calling thread's own.
 
     Raises:
         StoreError: The file ends before, or cannot be read.
@@ -87,7 +110,7 @@ def read_exactly(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
     done = 0
     while done < len(buffer):
         try:
-            got = os.preadv(fd, [buffer[done:]], offset + done)
+            got = _read_at(fd, buffer[done:], offset + done)
         except OSError as error:
             raise cannot_read(path, error.strerror) from error
         if got == 0:
@@ -139,8 +162,8 @@ class DiskTransfer:
         self._buffers = slot_buffers
         self._throttle = throttle
         self._wants_direct = is_direct
-        self._fds: dict[Path, int] = {}
-        self.is_direct = is_direct and hasattr(os, "O_DIRECT")
+        self._fds: dict[tuple[Path, int], int] = {}
+        self.is_direct = is_direct and has_direct_reads()
         self.record_bytes = sum(len(b) for b in slot_buffers[0].values())
         self._lock = threading.Condition()
         self._demand: OrderedDict[ExpertId, _Move] = OrderedDict()
@@ -290,16 +313,17 @@ class DiskTransfer:
         self._bytes_per_s += 0.2 * (rate - self._bytes_per_s) if self._bytes_per_s else rate
 
     def _fd(self, path: Path) -> int:
-        fd = self._fds.get(path)
+        key = (path, 0 if has_positioned_reads() else threading.get_ident())
+        fd = self._fds.get(key)
         if fd is not None:
             return fd
         with self._lock:
-            fd = self._fds.get(path)
+            fd = self._fds.get(key)
             if fd is None:
                 try:
                     fd, is_direct = open_for_records(path, is_direct=self._wants_direct)
                 except OSError as error:
                     raise cannot_open(path, error.strerror) from error
                 self.is_direct = self.is_direct and is_direct
-                self._fds[path] = fd
+                self._fds[key] = fd
         return fd

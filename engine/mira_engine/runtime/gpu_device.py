@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import psutil
 import torch
 from mira_kernels.weights import Int4Layout
 from torch import Tensor, nn
@@ -24,14 +23,19 @@ from ..errors import ConfigError, MiraError, check_cancelled
 from ..events import MemoryPlan
 from ..model.loader import TORCH_DTYPES
 from ..policy.host_misses import HostSetup
+from ..system_memory import system_memory
 from ..types import CompileMode, DraftDense, DraftExperts, ExpertId, Plane, Precision
+from .cards import has_triton, look_at_limits, triton_hint
 from .cuda_transfer import CudaTransfer
 from .disk import cannot_open, open_for_records, read_exactly
 from .gpu_experts import GpuArena, GpuDraft, GpuExperts, GpuForm, GpuSlotDraft, gpu_form
 from .graphs import CudaGraphs, Graphs
 from .host_experts import HostExperts, measure_host
 from .host_memory import Allocate, PinnedSource, RingSource, allocate_chunks, pageable, pinned
+from .host_system import look_at_host
 from .slots import slot_planes
+from .spill import CODE as SPILLED
+from .spill import SpillWatch, make_watch
 from .streams import CudaQueues, Queues
 
 HOST_SHARE = 0.8
@@ -72,6 +76,7 @@ class GpuDevice:
         handle: The card.
         host: Computes misses on the processor, `None` where it must not or cannot.
         host_setup: How fast that is.
+        spill: Notices that the driver moves the card's memory, `None` where none does.
     """
 
     handle: GpuHandle
@@ -81,6 +86,7 @@ class GpuDevice:
     experts: GpuExperts
     host: HostExperts | None = None
     host_setup: HostSetup | None = None
+    spill: SpillWatch | None = None
 
 
 def open_card(index: int) -> GpuHandle:
@@ -100,6 +106,11 @@ def open_card(index: int) -> GpuHandle:
 def _require_card(index: int) -> None:
     # As the management library counts them, from which doctor's numbers come.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    if not has_triton():
+        raise ConfigError(
+            "Experts cannot be computed on a card: triton is not installed.",
+            hint=f"{triton_hint(look_at_host())} Without --gpu the processor computes.",
+        )
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not 0 <= index < count:
         raise ConfigError(
@@ -202,6 +213,7 @@ def make_gpu_device(
         draft = GpuSlotDraft()
     planes = slot_planes(fmt, has_draft=is_resident)
     slots = GpuArena(plan.num_slots, planes, fmt, device)
+    spill = _watched(handle, slots, draft, tell)
     source = _host_source(handle, slots, config, target, is_cancelled, tell)
     transfer = CudaTransfer(
         handle.queues, source, slots.records, bytes_per_s=config.link.bytes_per_s
@@ -216,7 +228,9 @@ def make_gpu_device(
         draft=draft,
         device=device,
     )
-    gpu = GpuDevice(handle=handle, slots=slots, draft=draft, transfer=transfer, experts=experts)
+    gpu = GpuDevice(
+        handle=handle, slots=slots, draft=draft, transfer=transfer, experts=experts, spill=spill
+    )
     if config.is_deterministic or slots.planes != fmt.planes:
         return gpu  # A resident draft has the high planes: host memory holds half an expert.
     host = HostExperts(fmt, source.held, handle.queues, handle.allocate, device)
@@ -229,6 +243,19 @@ def make_gpu_device(
         host.close()
         raise
     return replace(gpu, host=host, host_setup=setup)
+
+
+def _watched(
+    handle: GpuHandle, slots: GpuArena, draft: GpuDraft | GpuSlotDraft | None, tell: Tell
+) -> SpillWatch | None:
+    """Looks whether all that was allocated is on the card, and makes what looks again later."""
+    arenas = [*slots.data.values()]
+    if isinstance(draft, GpuDraft):
+        arenas += draft.arena.data.values()
+    watch = make_watch(look_at_host(), arenas, handle.device)
+    if watch is not None and (found := watch.look_at_all()) is not None:
+        tell(SPILLED, found.text)
+    return watch
 
 
 def _card_format(store: ExpertStore) -> ExpertFormat:
@@ -288,7 +315,8 @@ def _host_source(
     ]
     record_bytes = sum(slots.plane_bytes.values())
     wanted = len(experts) * record_bytes
-    free = int(HOST_SHARE * psutil.virtual_memory().available)
+    # A container that is full is killed: pinned memory cannot be taken from it again.
+    free = int(HOST_SHARE * system_memory().available_bytes)
     room = min(wanted, free // record_bytes * record_bytes)
     chunks = allocate_chunks(room, record_bytes, handle.allocate)
     held = sum(chunk.numel() for chunk in chunks)
@@ -296,7 +324,7 @@ def _host_source(
         tell(
             "pinned-memory",
             f"Only {format_bytes(held)} of {format_bytes(room)} could be pinned; the rest is "
-            "copied from ordinary memory, more slowly.",
+            f"copied from ordinary memory, more slowly.{_pin_limit(room)}",
         )
         chunks += allocate_chunks(room - held, record_bytes, pageable)
         held = sum(chunk.numel() for chunk in chunks)
@@ -310,6 +338,16 @@ def _host_source(
         below = _ring(handle, slots, config, target)
     load = _Reader(target, config, is_cancelled)
     return PinnedSource(chunks, experts, slots.plane_bytes, load, below)
+
+
+def _pin_limit(wanted_bytes: int) -> str:
+    """What the system says of pinned memory, where that explains that there was too little."""
+    if look_at_host().kind.is_wddm:
+        return " Windows lets a program pin about half of the computer's memory."
+    locked = look_at_limits().locked_bytes
+    if locked is None or locked >= wanted_bytes:
+        return ""
+    return f" A process may lock {format_bytes(locked)} here: ulimit -l unlimited lifts that."
 
 
 def _never() -> bool:
