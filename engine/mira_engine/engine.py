@@ -1,6 +1,6 @@
 """The engine: load a model, stream a reply, cancel, close.
 
-`Engine.stream` is the one loop to read top to bottom. Everything runs in the thread
+`Engine.reply` has the one loop to read top to bottom. Everything runs in the thread
 that calls it, except the disk readers; `cancel` may be called from any thread.
 """
 
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,11 +18,12 @@ import torch
 from .checkpoint.experts import expert_modules_of
 from .checkpoint.store import ExpertStore
 from .config import EngineConfig, SamplingConfig
-from .conversing import ChatStream, ReplyEvent
+from .conversing import ChatStream, Replier, ReplyEvent
 from .errors import (
     CancelledError,
     ConfigError,
     ContextLengthError,
+    MemoryShortageError,
     StoreError,
     check_cancelled,
 )
@@ -46,12 +49,14 @@ from .runtime.device import ExpertDevice, make_device
 from .runtime.draft import DraftStage, DraftWindow
 from .runtime.executor import ExpertExecutor
 from .runtime.expert_map import RoutingHeat, region_rows
-from .runtime.gpu_device import GpuDevice, form_of, make_gpu_device
+from .runtime.gpu_device import GpuDevice, form_of, make_gpu_device, settle_dtype
 from .runtime.gpu_experts import never_bound
 from .runtime.native_path import NativePath
 from .runtime.passes import ModelPasses
 from .runtime.probe import bound_kernel_cache, default_num_threads
-from .runtime.requests import BatchEvent, in_turn, make_requests
+from .runtime.reply_so_far import ReplySoFar
+from .runtime.requests import BatchEvent, Request, in_turn, make_requests
+from .runtime.shortage import as_shortage, give_memory_back, smaller_chunk
 from .runtime.telemetry import LiveSamples, MemoryProbe, ReplyMeter
 from .trace import TracedRound, TraceHeader, TraceRecorder
 from .types import (
@@ -84,6 +89,7 @@ class Engine:
         draft_depths: Collection[int] | None = None,
     ) -> None:
         self.home = home
+        config = settle_dtype(config)
         self._cache_dir = cache_dir if config.compile_mode is not CompileMode.OFF else None
         self._profile_dir = cache_dir
         self.config = config
@@ -110,10 +116,11 @@ class Engine:
         self._take_plan(load_plan)
         self.on_round: Callable[[RoundObservation], None] | None = None
         """Told what each round did, in the thread that asked for the reply."""
-        self._arrange_device(load_plan)
-        if is_cancelled():
-            self.close()
-            check_cancelled(is_cancelled)
+        self._num_reading = 0
+        """Prompt tokens of the pass under way, 0 in any other."""
+        self._closing = ExitStack()
+        """What has to be ended by hand, the last begun first."""
+        self._arrange_or_close(load_plan)
         self.load_s = time.perf_counter() - started
 
     @classmethod
@@ -142,6 +149,8 @@ class Engine:
             CancelledError: `is_cancelled` said so.
             StoreError: The model is not prepared in that precision, or damaged.
             BudgetError: The budget is below what is needed; nothing was loaded.
+            MemoryShortageError: There was less memory than planned; nothing is held any more.
+            ConfigError: The device has not the arithmetic that was asked for.
         """
         return cls(
             home=home,
@@ -170,7 +179,7 @@ class Engine:
         """
         return make_load_plan(
             self.home,
-            config,
+            settle_dtype(config),
             *_open_stores(self.home, config.precision),
             profile_dir=self._profile_dir,
             on_notice=lambda notice: None,
@@ -197,20 +206,35 @@ class Engine:
             depths = self.governor.candidates if self.governor is not None else ()
             self.native_path.deepen(self.plan, depths)
 
+    def _arrange_or_close(self, load_plan: LoadPlan) -> None:
+        """Loads; where that is broken off, ends what it has begun."""
+        shortage = None
+        try:
+            self._arrange_device(load_plan)
+            check_cancelled(self._is_load_cancelled)
+        except BaseException as error:
+            self.close()
+            shortage = as_shortage(error, "while the model was loaded", self.plan)
+            if shortage is None:
+                raise
+        if shortage is not None:
+            raise shortage
+
     def _arrange_device(self, load_plan: LoadPlan) -> None:
         """Loads the backbone, allocates the arenas, and connects model and executor."""
         manifest, config = self._target.manifest, self.config
         folder = self.home.backbone_dir
         check_cancelled(self._is_load_cancelled)
-        self.model = load_backbone(folder, config.dtype)
+        self.model = load_backbone(folder, config.arithmetic)
         switch = DenseSwitch()
         check_cancelled(self._is_load_cancelled)
         tokenizer = load_tokenizer(folder) if has_tokenizer(folder) else None
         self._end_ids = end_token_ids(folder, self.model.config, tokenizer)
-        self._chats = ChatStream(tokenizer, self)
+        self._chats = ChatStream(tokenizer)
         self.context_length = context_length(self.model.config, config.context_length)
         device = self._make_gpu_device() if config.gpu is not None else self._make_device()
         self.transfer = device.transfer
+        self._closing.callback(device.transfer.close)
         self.cache_setup = load_plan.cache_setup(config, manifest, device.transfer.record_bytes)
         self.executor = ExpertExecutor(
             driver=ExpertCacheDriver(self.cache_setup),
@@ -261,6 +285,7 @@ class Engine:
                 draft_depths=self.governor.candidates if self.governor is not None else (),
                 on_notice=self._notice,
             )
+            self._closing.callback(self.native_path.close)
             self.native_path.start(self._is_load_cancelled)
 
     def _make_device(self) -> ExpertDevice:
@@ -393,6 +418,7 @@ class Engine:
         sampling: SamplingConfig,
         *,
         is_residency_wanted: bool = False,
+        replier: Replier | None = None,
     ) -> Iterator[ReplyEvent]:
         """Answers a chat.
 
@@ -401,31 +427,44 @@ class Engine:
             messages: The chat.
             sampling: How tokens are chosen.
             is_residency_wanted: Whether pictures of the expert cache are wanted, too.
+            replier: Makes the tokens; `None` for this engine. The iterator holds on to nobody
+                else, so another engine may take this one's place under it.
 
-        Yields:
-            `ContextTrimmed` first where the oldest turns were left out, prompt progress, text
-            deltas, figures as often as `LiveSamples` says, and at the end `GenerationDone`,
-            also when it was cancelled.
+        Returns:
+            An iterator: `ContextTrimmed` first where the oldest turns were left out, prompt
+            progress, text deltas, figures as often as `LiveSamples` says, and at the end
+            `GenerationDone`, also when it was cancelled.
 
         Raises:
             ContextLengthError: System prompt and last question alone do not fit the context.
             GenerationError: The chat template refuses the chat.
             NonFiniteError: nan in the logits.
             StoreError: A record cannot be read.
+            MemoryShortageError: Memory ran out; the engine can be used on.
         """
+        answering = replier or self
         if is_residency_wanted:
             self._count_heat()
         live = LiveSamples(
             request_id,
-            stats=self.stats,
-            residency=self.residency_sample if is_residency_wanted else None,
+            stats=answering.stats,
+            residency=answering.residency_sample if is_residency_wanted else None,
         )
-        yield from self._chats.stream(request_id, messages, sampling, live)
+        return self._chats.stream(request_id, messages, sampling, live, answering)
 
     def reply(
-        self, prompt: Sequence[int], sampling: SamplingConfig
-    ) -> Iterator[int | tuple[int, int]]:
-        """Generates tokens after `prompt`; the one loop.
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingConfig,
+        so_far: ReplySoFar | None = None,
+    ) -> Generator[int | tuple[int, int], None, FinishReason]:
+        """Generates tokens after `prompt`.
+
+        Args:
+            prompt: Tokens.
+            sampling: How new ones are chosen.
+            so_far: A reply to this prompt to go on with, `None` to begin one. What was told
+                of it is read and not told again.
 
         Yields:
             `(done, total)` while the prompt is read, then each new token, the end of
@@ -433,18 +472,47 @@ class Engine:
 
         Returns:
             Why it ended.
+
+        Raises:
+            MemoryShortageError: Memory ran out. The conversation's state and what passes keep
+                are given back; `so_far` can be gone on with, here or in another engine.
         """
-        self.take_compiled()
-        meter = self.executor.meter = ReplyMeter()
-        room = self.context_length - len(prompt)
+        self._num_reading = 0
+        try:
+            self.take_compiled()
+            return (yield from self._new_tokens(so_far or ReplySoFar(prompt, sampling)))
+        except Exception as error:
+            shortage = as_shortage(error, "in a reply", self.plan)
+            if shortage is None:
+                raise
+        shortage.num_prompt_tokens = self._num_reading
+        self._free_temporaries()
+        raise shortage
+
+    def _free_temporaries(self) -> None:
+        self.executor.free_temporaries()
+        give_memory_back()
+
+    def limit_chunks(self, num_tokens: int) -> None:
+        """Reads prompts in passes of at most so many tokens from now on. Between replies."""
+        self.config = replace(self.config, prefill_chunk_tokens=num_tokens)
+
+    def _new_tokens(
+        self, so_far: ReplySoFar
+    ) -> Generator[int | tuple[int, int], None, FinishReason]:
+        """Makes a reply's tokens, or the rest of them; the one loop."""
+        sampling, sampler, history = so_far.sampling, so_far.sampler, so_far.history
+        num_prompt, is_begun = so_far.num_prompt_tokens, so_far.num_new_tokens > 0
+        meter = self.executor.meter = so_far.meter
+        room = self.context_length - num_prompt
         if room < 1:
             raise ContextLengthError(
-                f"The chat has {len(prompt)} tokens, the context holds {self.context_length}.",
+                f"The chat has {num_prompt} tokens, the context holds {self.context_length}.",
                 hint="Shorten the prompt, start a new chat, or give a larger --context "
                 f"(this model reads up to {self.longest_context} tokens).",
             )
         limit = min(room, sampling.max_new_tokens or room)
-        sampler = Sampler(sampling)
+        sampler.rewind()
         depth: DepthPolicy = self._fixed_depth
         if self._is_seed_at_stake(sampling):
             reason = "a seed was given, and the draft depends on the cache"
@@ -457,19 +525,24 @@ class Engine:
                 )
         elif self.governor is not None and (sampling.is_greedy or sampling.seed is None):
             depth = self.governor  # A seed gives the same text only if K does not change.
-        meter.num_prompt_tokens = len(prompt)
-        meter.num_cached_tokens = self.state.reuse_prefix(prompt)
+        meter.num_prompt_tokens = num_prompt
+        num_cached = self.state.reuse_prefix(history)
         recorder = self.executor.recorder
         if recorder is not None:
-            recorder.start_reply(len(prompt))
-        history = list(prompt)
+            recorder.start_reply(len(history) - is_begun)
         self._num_verified = self.state.num_cached
         try:
-            yield from self._read_prompt(history, sampler)
-            meter.on_token()
-            yield history[-1]
+            if is_begun:
+                yield from self._read(history[:-1])
+            else:
+                meter.num_cached_tokens = num_cached
+                logits = yield from self._read(history)
+                assert logits is not None
+                history.append(sampler.draw(history, logits[-1]).token)
+                meter.on_token()
+                yield history[-1]
             while history[-1] not in self._end_ids:
-                made = len(history) - len(prompt)
+                made = so_far.num_new_tokens
                 if made >= limit:
                     return FinishReason.CONTEXT if limit == room else FinishReason.LENGTH
                 num_draft = min(self._num_draft_tokens(depth), limit - made - 1)
@@ -500,22 +573,31 @@ class Engine:
         is_repeatable = not sampling.is_greedy and sampling.seed is not None
         return is_repeatable and self.plan.draft_experts is DraftExperts.CACHED
 
-    def _read_prompt(self, history: list[int], sampler: Sampler) -> Iterator[tuple[int, int]]:
-        """Prefills what is not cached and appends the first new token to `history`."""
-        total, chunk = len(history), self.config.prefill_chunk_tokens
+    def _read(self, tokens: Sequence[int]) -> Generator[tuple[int, int], None, torch.Tensor | None]:
+        """Prefills what is not cached.
+
+        Yields:
+            `(done, total)`.
+
+        Returns:
+            Logits `[1, V]` of the last token, `None` where all were cached.
+        """
+        total, chunk = len(tokens), self.config.prefill_chunk_tokens
         logits = None
         while self.state.num_cached < total:
             start = self.state.num_cached
+            self._num_reading = min(chunk, total - start)
             num_passes = -(-(total - start) // chunk)
             self.executor.obey(self.executor.driver.begin_prefill(num_passes))
             self.state.mark()
-            logits = self.passes.forward(history[start : start + chunk], Phase.PREFILL)
+            logits = self.passes.forward(tokens[start : start + chunk], Phase.PREFILL)
             self.state.rollback(0)
             self._num_verified = self.state.num_cached
             yield (self.state.num_cached, total)
-        assert logits is not None
-        self.executor.obey(self.executor.driver.end_prefill())
-        history.append(sampler.draw(history, logits[-1]).token)
+        self._num_reading = 0
+        if logits is not None:
+            self.executor.obey(self.executor.driver.end_prefill())
+        return logits
 
     def _num_draft_tokens(self, depth: DepthPolicy) -> int:
         """K in force: what `depth` says, or 0 where this model's cache cannot be rolled back."""
@@ -535,6 +617,7 @@ class Engine:
     def _round(self, history: list[int], num_draft: int, sampler: Sampler) -> list[int]:
         """One target pass, with a draft before it where `num_draft` is above 0."""
         meter, recorder = self.executor.meter, self.executor.recorder
+        sampler.mark()
         before = _round_figures(meter)
         drafted = []
         if num_draft > 0:
@@ -618,10 +701,10 @@ class Engine:
                 f"{self.model.config.model_type} models answer one request after another: their "
                 "cache, or their positions at this length, cannot be shared by a batch.",
             )
-            return in_turn(requests, self.reply)
+            return in_turn(requests, self._finish)
         if self.config.gpu is not None:
             self._tell_once("batch-in-turn", "On a card requests are answered one after another.")
-            return in_turn(requests, self.reply)
+            return in_turn(requests, self._finish)
         is_seeded = any(self._is_seed_at_stake(request.sampling) for request in requests)
         decoder = BatchDecoder(
             requests,
@@ -640,7 +723,28 @@ class Engine:
         self.state.reset()
         self._num_verified = 0
         self.executor.meter = ReplyMeter()
-        return decoder.run()
+        return self._together(decoder, requests)
+
+    def _finish(self, request: Request) -> Iterator[int | tuple[int, int]]:
+        """Answers a request alone, or what is left of it."""
+        return self.reply(request.prompt, request.sampling, ReplySoFar.of_request(request))
+
+    def _together(
+        self, decoder: BatchDecoder, requests: Sequence[Request]
+    ) -> Generator[BatchEvent, None, None]:
+        """Answers requests in one batch; where memory runs out, one after another."""
+        try:
+            return (yield from decoder.run())
+        except Exception as error:
+            if as_shortage(error, "in a batch") is None:
+                raise
+        del decoder  # Its cache; that of one conversation was planned.
+        self._free_temporaries()
+        self._tell_once(
+            "batch-in-turn",
+            "Memory ran out in a batch: its requests go on one after another.",
+        )
+        yield from in_turn([r for r in requests if r.reason is None], self._finish)
 
     def beam_search(
         self, prompt: Sequence[int], *, num_beams: int, max_new_tokens: int
@@ -651,6 +755,7 @@ class Engine:
             ConfigError: A width below 1 or above 32, or a card computes.
             ContextLengthError: Prompt and answer do not fit the context.
             BudgetError: The plan has no memory for so many beams.
+            MemoryShortageError: Memory ran out twice, the second time with small passes.
             CancelledError: `cancel` was called.
         """
         if self.config.gpu is not None:
@@ -659,6 +764,19 @@ class Engine:
             )
         self.take_compiled()
         self.executor.meter = ReplyMeter()
+        chunk = self.config.prefill_chunk_tokens
+        try:
+            return self._search(prompt, num_beams, max_new_tokens, chunk)
+        except MemoryShortageError:
+            self._tell_once(
+                "beams-again", "Memory ran out in a beam search: it is begun anew with less."
+            )
+        self._free_temporaries()
+        return self._search(prompt, num_beams, max_new_tokens, smaller_chunk(chunk))
+
+    def _search(
+        self, prompt: Sequence[int], num_beams: int, max_new_tokens: int, chunk_tokens: int
+    ) -> BeamResult:
         try:
             return beam_search(
                 self.model,
@@ -668,11 +786,19 @@ class Engine:
                 num_beams=num_beams,
                 max_new_tokens=max_new_tokens,
                 end_ids=self._end_ids,
-                chunk_tokens=self.config.prefill_chunk_tokens,
+                chunk_tokens=chunk_tokens,
                 context_length=self.context_length,
             )
+        except Exception as error:
+            shortage = as_shortage(error, f"in a search with {num_beams} beams", self.plan)
+            if shortage is None:
+                raise
         finally:
             self.executor.driver.end_reply()
+        self.state.reset()  # The next reply reads its chat again.
+        self._free_temporaries()
+        shortage.hint = "Close other programs, or give fewer beams."
+        raise shortage
 
     def _tell_fallbacks(self) -> None:
         if self.config.is_direct_io and not self.transfer.is_direct:
@@ -725,9 +851,7 @@ class Engine:
 
     def close(self) -> None:
         """Stops the readers and what is compiled in the background, gives the memory back."""
-        if self.native_path is not None:
-            self.native_path.close()
-        self.transfer.close()
+        self._closing.close()
 
 
 def _round_figures(meter: ReplyMeter) -> tuple[float, float, float, int]:

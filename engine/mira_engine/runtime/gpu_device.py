@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -22,7 +22,8 @@ from ..checkpoint.store import ExpertStore
 from ..config import EngineConfig, format_bytes
 from ..errors import ConfigError, check_cancelled
 from ..events import MemoryPlan
-from ..types import DraftDense, DraftExperts, ExpertId, Plane, Precision
+from ..types import ComputeDtype, DraftDense, DraftExperts, ExpertId, Plane, Precision
+from .cards import dtype_on
 from .cuda_transfer import CudaTransfer
 from .disk import cannot_open, open_for_records, read_exactly
 from .gpu_experts import GpuArena, GpuDraft, GpuExperts, GpuForm, GpuSlotDraft, gpu_form
@@ -103,6 +104,31 @@ def free_device_bytes(index: int) -> int:
     _require_card(index)
     torch.cuda.empty_cache()  # What a model before this one held counts as used until then.
     return int(torch.cuda.mem_get_info(index)[0])
+
+
+def device_capability(index: int) -> tuple[int, int]:
+    """Returns a card's compute capability.
+
+    Raises:
+        ConfigError: torch has no such card.
+    """
+    _require_card(index)
+    return torch.cuda.get_device_capability(index)
+
+
+def settle_dtype(config: EngineConfig) -> EngineConfig:
+    """Returns a configuration with the arithmetic that its device has.
+
+    Raises:
+        ConfigError: There is no such card, or the device has not what was asked for.
+    """
+    if config.gpu is None:
+        capability = None
+    elif config.dtype in (None, ComputeDtype.BFLOAT16):
+        capability = device_capability(config.gpu)
+    else:
+        return config  # Every card has it.
+    return replace(config, dtype=dtype_on(capability, config.dtype))
 
 
 def peak_device_bytes(index: int) -> int:
@@ -186,19 +212,23 @@ def make_gpu_device(
     planes = slot_planes(fmt, has_draft=is_resident)
     slots = GpuArena(plan.num_slots, planes, fmt, device)
     source = _host_source(handle, slots, config, target, is_cancelled, tell)
-    transfer = CudaTransfer(
-        handle.queues, source, slots.records, bytes_per_s=config.link.bytes_per_s
-    )
-    experts = GpuExperts(
-        fmt,
-        form,
-        slots,
-        transfer,
-        num_layers=manifest.num_layers,
-        num_experts=manifest.num_experts,
-        draft=draft,
-        device=device,
-    )
+    try:
+        transfer = CudaTransfer(
+            handle.queues, source, slots.records, bytes_per_s=config.link.bytes_per_s
+        )
+        experts = GpuExperts(
+            fmt,
+            form,
+            slots,
+            transfer,
+            num_layers=manifest.num_layers,
+            num_experts=manifest.num_experts,
+            draft=draft,
+            device=device,
+        )
+    except BaseException:
+        source.close()
+        raise
     return GpuDevice(slots=slots, draft=draft, transfer=transfer, experts=experts)
 
 
@@ -280,7 +310,12 @@ def _host_source(
         )
         below = _ring(handle, slots, config, target)
     load = _Reader(target, config, is_cancelled)
-    return PinnedSource(chunks, experts, slots.plane_bytes, load, below)
+    try:
+        return PinnedSource(chunks, experts, slots.plane_bytes, load, below)
+    except BaseException:
+        if below is not None:
+            below.close()
+        raise
 
 
 def _never() -> bool:
@@ -309,7 +344,7 @@ def _aligned(allocate: Allocate, num_bytes: int) -> Tensor:
     """Takes host memory that begins on a page, as direct reads ask for."""
     try:
         whole = allocate(num_bytes + _ALIGNMENT)
-    except RuntimeError:
+    except (RuntimeError, MemoryError):
         whole = pageable(num_bytes + _ALIGNMENT)
     start = -whole.data_ptr() % _ALIGNMENT
     return whole[start : start + num_bytes]
