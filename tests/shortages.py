@@ -85,6 +85,18 @@ class Holdings:
 
 
 @contextmanager
+def new_objects_only() -> Iterator[None]:
+    """Looks at no object from before: going through all that pytest and torch have made takes
+    half a second, which each shortage would."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@contextmanager
 def failing(
     monkeypatch: pytest.MonkeyPatch,
     owner: object,

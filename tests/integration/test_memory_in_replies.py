@@ -17,7 +17,7 @@ from mira_engine.memory_retry import SHRUNK
 from mira_engine.prepare import prepare
 from mira_engine.runtime.requests import BatchToken, RequestResult
 from mira_engine.types import ComputeDtype, DraftExperts, FinishReason, Phase, Precision
-from shortages import SHORTAGES, Holdings, Session, failing_passes
+from shortages import SHORTAGES, Holdings, Session, failing_passes, new_objects_only
 
 CONFIG = EngineConfig(
     precision=Precision.NESTED,
@@ -44,6 +44,12 @@ def home(
     made = library.resolve(str(tiny_checkpoint("olmoe", tokenizer=True)))
     prepare(made, Precision.NESTED, on_progress=lambda *_: None, is_cancelled=lambda: False)
     return made
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _fast_collections() -> Iterator[None]:
+    with new_objects_only():
+        yield
 
 
 @pytest.fixture
