@@ -30,7 +30,7 @@ from mira_engine.runtime.cuda_transfer import CudaTransfer
 from mira_engine.runtime.disk import DiskTransfer
 from mira_engine.runtime.executor import ExpertExecutor
 from mira_engine.runtime.gpu_device import GpuHandle
-from mira_engine.runtime.gpu_experts import GpuArena, GpuDraft, GpuExperts
+from mira_engine.runtime.gpu_experts import GpuArena, GpuDraft, GpuExperts, GpuPlan
 from mira_engine.runtime.host_memory import PinnedSource, RingSource, pageable
 from mira_engine.runtime.slots import DraftArena, SlotArena
 from mira_engine.types import Phase
@@ -160,6 +160,7 @@ class FakeCard:
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
         self.queues = FakeQueues()
         self.capability = (8, 9)
         self.allocate = pageable
@@ -168,6 +169,13 @@ class FakeCard:
         monkeypatch.setattr(gpu_device, "free_device_bytes", lambda index: self.free_bytes)
         monkeypatch.setattr(gpu_device, "peak_device_bytes", lambda index: 0)
         monkeypatch.setattr(gpu_device, "device_capability", lambda index: self.capability)
+
+    def leave_experts_out(self) -> None:
+        """Lets experts add nothing: in the interpreter their kernels take seconds a pass."""
+        self._monkeypatch.setattr(GpuPlan, "compute", lambda plan, experts: None)
+        self._monkeypatch.setattr(
+            GpuPlan, "combine", lambda plan, weights: torch.zeros_like(plan._hidden)
+        )
 
     def _open(self, index: int) -> GpuHandle:
         del index

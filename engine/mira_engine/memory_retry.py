@@ -218,7 +218,14 @@ class LastingReplies:
         """Goes over to float32, which takes twice the memory for what is no expert."""
         config, plan = self._current().config, self._current().plan
 
-        self._reload(partial(self._in_float32, config, plan))
+        try:
+            self._reload(partial(self._in_float32, config, plan))
+        except BudgetError as error:
+            raise NonFiniteError(
+                "A number grew too large for float16, and there is no memory for float32: "
+                f"{error.message}",
+                hint=_HINT,
+            ) from None
 
     def _in_float32(self, config: EngineConfig, plan: MemoryPlan) -> EngineConfig:
         """Returns what to load after an overflow; asked once the memory was given back."""
