@@ -314,7 +314,7 @@ class FakeEngine:
         report = dataclasses.replace(
             EVALUATION,
             model=request.model,
-            dtype=request.config.dtype,
+            dtype=request.config.arithmetic,
             notes=(f"{request.max_tokens} tokens", *request.precisions, *request.files),
         )
         self.emit(api.EvaluationDone(request_id=request.request_id, report=report))

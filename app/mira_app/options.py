@@ -74,7 +74,8 @@ OPTIONS: dict[str, Any] = {
         ),
     ],
     "dtype": Annotated[
-        str | None, option("--dtype", metavar="D", help="Arithmetic: bfloat16 or float32.")
+        str | None,
+        option("--dtype", metavar="D", help="Arithmetic: bfloat16, float32, or float16 on a card."),
     ],
     "max_tokens": Annotated[
         int | None,

@@ -223,7 +223,9 @@ FIELDS: tuple[SettingField, ...] = (
         "Expert format of the model: nested, int8, bf16, int4 or float32.",
     ),
     _engine(
-        "dtype", "dtype", make_choice_parser(ComputeDtype), "Arithmetic: bfloat16 or float32."
+        "dtype", "dtype", make_choice_parser(ComputeDtype),
+        "Arithmetic: bfloat16, float32, or float16 on a card. Without it, bfloat16, or float16 on "
+        "a card that has no bfloat16.", example="float32",
     ),
     _engine(
         "budget", "budget", parse_budget,

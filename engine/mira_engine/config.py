@@ -167,7 +167,8 @@ class EngineConfig:
 
     Attributes:
         precision: Expert format of the target.
-        dtype: Arithmetic and type of the non-expert weights.
+        dtype: Arithmetic and type of the non-expert weights; `None` takes bfloat16, or float16
+            on a card that has no bfloat16.
         budget: Device bytes for experts, draft and slots together; `None` takes the
             model's default.
         memory_bytes: All that the engine may hold on the device, `None` for what is free.
@@ -198,7 +199,7 @@ class EngineConfig:
     """
 
     precision: Precision = Precision.NESTED
-    dtype: ComputeDtype = ComputeDtype.BFLOAT16
+    dtype: ComputeDtype | None = None
     budget: MemoryAmount | None = None
     memory_bytes: int | None = None
     num_draft_tokens: int | None = None
@@ -244,6 +245,11 @@ class EngineConfig:
             raise ConfigError.for_field("gpu", self.gpu, "Give 0 or more.")
         if self.num_threads is not None and self.num_threads < 1:
             raise ConfigError.for_field("threads", self.num_threads, "Give at least 1.")
+
+    @property
+    def arithmetic(self) -> ComputeDtype:
+        """The arithmetic; bfloat16 where nobody chose and no card has been asked."""
+        return self.dtype or ComputeDtype.BFLOAT16
 
     def changed_fields(self, other: EngineConfig) -> frozenset[str]:
         """Returns the names of the fields in which the other one differs."""

@@ -64,18 +64,19 @@ class Replier(Protocol):
     def stats(self) -> ReplyStats:
         """Returns the figures so far."""
 
+    def residency_sample(self, request_id: str) -> ResidencySample:
+        """Returns where every expert is, and how busy."""
+
 
 class ChatStream:
     """Answers chats with the tokens of a replier.
 
     Args:
         tokenizer: The model's, `None` where it has none.
-        replier: Makes the tokens.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, replier: Replier) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._tokenizer = tokenizer
-        self._replier = replier
         self._left_out: tuple[ChatMessage, ...] = ()
         """Of the last chat that did not fit."""
 
@@ -89,8 +90,9 @@ class ChatStream:
         messages: Sequence[ChatMessage],
         sampling: SamplingConfig,
         live: LiveSamples,
+        replier: Replier,
     ) -> Iterator[ReplyEvent]:
-        """Answers a chat; see `Engine.stream`."""
+        """Answers a chat with a replier's tokens; see `Engine.stream`."""
         tokenizer = self._known_tokenizer()
         renderer = ChatRenderer(tokenizer)
         rendered: dict[tuple[ChatMessage, ...], tuple[str, list[int]]] = {}
@@ -101,13 +103,13 @@ class ChatStream:
             rendered[tuple(some)] = text, tokens
             return len(tokens)
 
-        chat = self._fit(messages, count, sampling)
+        chat = self._fit(messages, count, sampling, replier)
         if chat.left_out:
             yield ContextTrimmed(
                 request_id=request_id,
                 num_turns=len(chat.left_out),
                 num_tokens=chat.num_tokens,
-                limit=self._replier.context_length,
+                limit=replier.context_length,
             )
         text, prompt = rendered[chat.messages]
         writer = _ReplyWriter(
@@ -115,7 +117,7 @@ class ChatStream:
             Detokeniser(tokenizer, reply_marks(tokenizer, renderer.template)),
             split_reply(renderer.template, text),
         )
-        reply = self._replier.reply(prompt, sampling)
+        reply = replier.reply(prompt, sampling)
         reason = FinishReason.STOP
         while True:
             try:
@@ -124,7 +126,7 @@ class ChatStream:
                 reason = stop.value
                 break
             if isinstance(step, int):
-                yield from writer.take(step, is_end=step in self._replier.end_ids)
+                yield from writer.take(step, is_end=step in replier.end_ids)
             else:
                 yield PromptProgress(request_id=request_id, done=step[0], total=step[1])
             yield from live.due()
@@ -135,13 +137,17 @@ class ChatStream:
             text=writer.whole(ReplyPart.ANSWER),
             thinking=writer.whole(ReplyPart.THINKING),
             reason=reason,
-            stats=self._replier.stats(),
+            stats=replier.stats(),
         )
 
     def _fit(
-        self, messages: Sequence[ChatMessage], count: CountTokens, sampling: SamplingConfig
+        self,
+        messages: Sequence[ChatMessage],
+        count: CountTokens,
+        sampling: SamplingConfig,
+        replier: Replier,
     ) -> FittedChat:
-        limit = self._replier.context_length
+        limit = replier.context_length
         try:
             chat = fit_chat(
                 messages,
@@ -153,7 +159,7 @@ class ChatStream:
         except ContextLengthError as error:
             hint, longest = (
                 "Shorten the question or the system prompt",
-                self._replier.longest_context,
+                replier.longest_context,
             )
             if limit < longest:
                 hint += f", or give a larger --context (this model reads up to {longest} tokens)"

@@ -8,12 +8,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
+import torch
+
 from .config import SamplingConfig
-from .conversing import ChatStream, ReplyEvent
+from .conversing import ChatStream, Replier, ReplyEvent
 from .errors import CancelledError, ContextLengthError
 from .events import ChatMessage, ReplyStats, ResidencySample
 from .loaded import LoadedModel
@@ -21,7 +24,9 @@ from .model.sampling import Sampler
 from .policy.speculation import DepthPolicy, FixedDepth, RoundObservation
 from .runtime.beam import BeamResult
 from .runtime.expert_map import RoutingHeat, region_rows
+from .runtime.reply_so_far import ReplySoFar
 from .runtime.requests import BatchEvent
+from .runtime.shortage import as_shortage
 from .runtime.spill import CODE as SPILLED
 from .runtime.telemetry import LiveSamples, ReplyMeter
 from .several import SeveralAtOnce
@@ -38,6 +43,9 @@ class Engine(LoadedModel):
     on_round: Callable[[RoundObservation], None] | None = None
     """Told what each round did, in the thread that asked for the reply."""
 
+    _num_reading = 0
+    """Prompt tokens of the pass under way, 0 in any other."""
+
     _num_verified = 0
     """Cached tokens whose state the target made; a draft in progress adds others."""
 
@@ -45,7 +53,7 @@ class Engine(LoadedModel):
 
     @cached_property
     def _chats(self) -> ChatStream:
-        return ChatStream(self._tokenizer, self)
+        return ChatStream(self._tokenizer)
 
     def render(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Returns a chat's tokens, ready for the assistant's turn."""
@@ -66,6 +74,7 @@ class Engine(LoadedModel):
         sampling: SamplingConfig,
         *,
         is_residency_wanted: bool = False,
+        replier: Replier | None = None,
     ) -> Iterator[ReplyEvent]:
         """Answers a chat.
 
@@ -74,31 +83,44 @@ class Engine(LoadedModel):
             messages: The chat.
             sampling: How tokens are chosen.
             is_residency_wanted: Whether pictures of the expert cache are wanted, too.
+            replier: Makes the tokens; `None` for this engine. The iterator holds on to nobody
+                else, so another engine may take this one's place under it.
 
-        Yields:
-            `ContextTrimmed` first where the oldest turns were left out, prompt progress, text
-            deltas, figures as often as `LiveSamples` says, and at the end `GenerationDone`,
-            also when it was cancelled.
+        Returns:
+            An iterator: `ContextTrimmed` first where the oldest turns were left out, prompt
+            progress, text deltas, figures as often as `LiveSamples` says, and at the end
+            `GenerationDone`, also when it was cancelled.
 
         Raises:
             ContextLengthError: System prompt and last question alone do not fit the context.
             GenerationError: The chat template refuses the chat.
             NonFiniteError: nan in the logits.
             StoreError: A record cannot be read.
+            MemoryShortageError: Memory ran out; the engine can be used on.
         """
+        answering = replier or self
         if is_residency_wanted:
             self._count_heat()
         live = LiveSamples(
             request_id,
-            stats=self.stats,
-            residency=self.residency_sample if is_residency_wanted else None,
+            stats=answering.stats,
+            residency=answering.residency_sample if is_residency_wanted else None,
         )
-        yield from self._chats.stream(request_id, messages, sampling, live)
+        return self._chats.stream(request_id, messages, sampling, live, answering)
 
     def reply(
-        self, prompt: Sequence[int], sampling: SamplingConfig
-    ) -> Iterator[int | tuple[int, int]]:
-        """Generates tokens after `prompt`; the one loop.
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingConfig,
+        so_far: ReplySoFar | None = None,
+    ) -> Generator[int | tuple[int, int], None, FinishReason]:
+        """Generates tokens after `prompt`.
+
+        Args:
+            prompt: Tokens.
+            sampling: How new ones are chosen.
+            so_far: A reply to this prompt to go on with, `None` to begin one. What was told
+                of it is read and not told again.
 
         Yields:
             `(done, total)` while the prompt is read, then each new token, the end of
@@ -106,19 +128,44 @@ class Engine(LoadedModel):
 
         Returns:
             Why it ended.
+
+        Raises:
+            MemoryShortageError: Memory ran out. The conversation's state and what passes keep
+                are given back; `so_far` can be gone on with, here or in another engine.
         """
-        self.take_compiled()
-        meter = self.executor.meter = ReplyMeter()
-        room = self.context_length - len(prompt)
+        self._num_reading = 0
+        try:
+            self.take_compiled()
+            return (yield from self._new_tokens(so_far or ReplySoFar(prompt, sampling)))
+        except Exception as error:
+            shortage = as_shortage(error, "in a reply", self.plan)
+            if shortage is None:
+                raise
+        shortage.num_prompt_tokens = self._num_reading
+        self.free_temporaries()
+        raise shortage
+
+    def limit_chunks(self, num_tokens: int) -> None:
+        """Reads prompts in passes of at most so many tokens from now on. Between replies."""
+        self.config = replace(self.config, prefill_chunk_tokens=num_tokens)
+
+    def _new_tokens(
+        self, so_far: ReplySoFar
+    ) -> Generator[int | tuple[int, int], None, FinishReason]:
+        """Makes a reply's tokens, or the rest of them; the one loop."""
+        sampling, sampler, history = so_far.sampling, so_far.sampler, so_far.history
+        num_prompt, is_begun = so_far.num_prompt_tokens, so_far.num_new_tokens > 0
+        meter = self.executor.meter = so_far.meter
+        room = self.context_length - num_prompt
         if room < 1:
             raise ContextLengthError(
-                f"The chat has {len(prompt)} tokens, the context holds {self.context_length}.",
+                f"The chat has {num_prompt} tokens, the context holds {self.context_length}.",
                 hint="Shorten the prompt, start a new chat, or give a larger --context "
                 f"(this model reads up to {self.longest_context} tokens).",
             )
         limit = min(room, sampling.max_new_tokens or room)
         self._allow_host(sampling)
-        sampler = Sampler(sampling)
+        sampler.rewind()
         depth: DepthPolicy = self._fixed_depth
         if self._is_seed_at_stake(sampling):
             reason = "a seed was given, and the draft depends on the cache"
@@ -131,19 +178,24 @@ class Engine(LoadedModel):
                 )
         elif self.governor is not None and (sampling.is_greedy or sampling.seed is None):
             depth = self.governor  # A seed gives the same text only if K does not change.
-        meter.num_prompt_tokens = len(prompt)
-        meter.num_cached_tokens = self.state.reuse_prefix(prompt)
+        meter.num_prompt_tokens = num_prompt
+        num_cached = self.state.reuse_prefix(history)
         recorder = self.executor.recorder
         if recorder is not None:
-            recorder.start_reply(len(prompt))
-        history = list(prompt)
+            recorder.start_reply(len(history) - is_begun)
         self._num_verified = self.state.num_cached
         try:
-            yield from self._read_prompt(history, sampler)
-            meter.on_token()
-            yield history[-1]
+            if is_begun:
+                yield from self._read(history[:-1])
+            else:
+                meter.num_cached_tokens = num_cached
+                logits = yield from self._read(history)
+                assert logits is not None
+                history.append(sampler.draw(history, logits[-1]).token)
+                meter.on_token()
+                yield history[-1]
             while history[-1] not in self._end_ids:
-                made = len(history) - len(prompt)
+                made = so_far.num_new_tokens
                 if made >= limit:
                     return FinishReason.CONTEXT if limit == room else FinishReason.LENGTH
                 num_draft = min(self._num_draft_tokens(depth), limit - made - 1)
@@ -180,22 +232,31 @@ class Engine(LoadedModel):
             is_repeatable = not sampling.is_greedy and sampling.seed is not None
             self.executor.obey(self.executor.driver.allow_host(not is_repeatable))
 
-    def _read_prompt(self, history: list[int], sampler: Sampler) -> Iterator[tuple[int, int]]:
-        """Prefills what is not cached and appends the first new token to `history`."""
-        total, chunk = len(history), self.config.prefill_chunk_tokens
+    def _read(self, tokens: Sequence[int]) -> Generator[tuple[int, int], None, torch.Tensor | None]:
+        """Prefills what is not cached.
+
+        Yields:
+            `(done, total)`.
+
+        Returns:
+            Logits `[1, V]` of the last token, `None` where all were cached.
+        """
+        total, chunk = len(tokens), self.config.prefill_chunk_tokens
         logits = None
         while self.state.num_cached < total:
             start = self.state.num_cached
+            self._num_reading = min(chunk, total - start)
             num_passes = -(-(total - start) // chunk)
             self.executor.obey(self.executor.driver.begin_prefill(num_passes))
             self.state.mark()
-            logits = self.passes.forward(history[start : start + chunk], Phase.PREFILL)
+            logits = self.passes.forward(tokens[start : start + chunk], Phase.PREFILL)
             self.state.rollback(0)
             self._num_verified = self.state.num_cached
             yield (self.state.num_cached, total)
-        assert logits is not None
-        self.executor.obey(self.executor.driver.end_prefill())
-        history.append(sampler.draw(history, logits[-1]).token)
+        self._num_reading = 0
+        if logits is not None:
+            self.executor.obey(self.executor.driver.end_prefill())
+        return logits
 
     def _num_draft_tokens(self, depth: DepthPolicy) -> int:
         """K in force: what `depth` says, or 0 where this model's cache cannot be rolled back."""
@@ -215,6 +276,7 @@ class Engine(LoadedModel):
     def _round(self, history: list[int], num_draft: int, sampler: Sampler) -> list[int]:
         """One target pass, with a draft before it where `num_draft` is above 0."""
         meter, recorder = self.executor.meter, self.executor.recorder
+        sampler.mark()
         before = _round_figures(meter)
         drafted = []
         if num_draft > 0:

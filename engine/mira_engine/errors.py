@@ -16,6 +16,7 @@
     │       └── HubBusyError       too many requests, or the hub is out of order: later again
     ├── StoreError                 an expert store is unfinished or damaged
     ├── BudgetError                the memory given is below what is needed
+    │   └── MemoryShortageError    there was less memory than was planned with
     ├── GenerationError            a reply could not go on
     │   ├── ContextLengthError     the prompt is longer than the context
     │   └── NonFiniteError         nan or infinity in the logits
@@ -121,6 +122,21 @@ class StoreError(MiraError):
 
 class BudgetError(MiraError):
     """The memory given is below what is needed."""
+
+
+class MemoryShortageError(BudgetError):
+    """There was less memory than was planned with.
+
+    Attributes:
+        planned_bytes: What was planned in all, 0 where nothing was yet. Like the next two it
+            does not cross the process boundary.
+        budget_bytes: Of that, what was for experts.
+        num_prompt_tokens: Prompt tokens of the pass that failed, 0 where it was another one.
+    """
+
+    planned_bytes = 0
+    budget_bytes = 0
+    num_prompt_tokens = 0
 
 
 class GenerationError(MiraError):

@@ -52,10 +52,12 @@ from .fidelity.texts import (
 )
 from .library import ModelHome
 from .load_plan import OnNotice
+from .memory_retry import load_with_retry
 from .model.chat import has_tokenizer, load_tokenizer
 from .model.facts import longest_context
+from .runtime.gpu_device import settle_dtype
 from .runtime.requests import MAX_REQUESTS, BatchToken
-from .types import CompileMode, Precision
+from .types import CompileMode, ComputeDtype, Precision
 
 NUM_GREEDY_TOKENS = 32
 """Tokens of each continuation."""
@@ -98,6 +100,7 @@ def evaluate_model(
         DiskSpaceError: There is no room for the reference's predictions.
         CancelledError: `is_cancelled` said so.
     """
+    config = settle_dtype(config)
     wanted = _wanted_precisions(home, precisions)
     texts = [Text(*each) for each in evaluation_texts()]
     if files:
@@ -130,7 +133,7 @@ def evaluate_model(
         model=home.name,
         title=home.title,
         reference=reference.label,
-        dtype=config.dtype,
+        dtype=config.arithmetic,
         num_texts=evaluated.num_texts,
         num_tokens=evaluated.num_predicted,
         num_continuations=len(evaluated.prompts),
@@ -269,6 +272,12 @@ class _Evaluation:
         self._advance(num_tokens, detail)
         self._num_done += num_tokens
 
+    @property
+    def _reference_arithmetic(self) -> ComputeDtype:
+        """The same, but for float16: a checkpoint's experts are computed by the processor."""
+        own = self._config.arithmetic
+        return ComputeDtype.FLOAT32 if own is ComputeDtype.FLOAT16 else own
+
     # -- who predicts ----------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -283,7 +292,7 @@ class _Evaluation:
             prefill_chunk_tokens=WINDOW_TOKENS,
             trace_path=None,
         )
-        engine = Engine.load(
+        engine = load_with_retry(
             self._home, config, on_notice=self._notify, is_cancelled=self._is_cancelled
         )
         engine.executor.is_cancelled = self._is_cancelled
@@ -301,7 +310,7 @@ class _Evaluation:
             return
         self._advance(0, "loading the reference")
         yield open_checkpoint(
-            self._home, checkpoint, self._config.dtype, is_cancelled=self._is_cancelled
+            self._home, checkpoint, self._reference_arithmetic, is_cancelled=self._is_cancelled
         )
 
     # -- steps -----------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from .requests import ProfileModel as ProfileModel
 from .requests import Reconfigure as Reconfigure
 from .requests import Request as Request
 from .requests import Shutdown as Shutdown
-from .types import ExpertShape, FactMark, FinishReason, Precision, ReplyPart
+from .types import ComputeDtype, ExpertShape, FactMark, FinishReason, Precision, ReplyPart
 from .values import ChatMessage as ChatMessage
 from .values import DepthResult as DepthResult
 from .values import KProfile as KProfile
@@ -122,6 +122,7 @@ class ModelLoaded:
         plan: Where the memory goes, `None` where the model runs in no engine of ours.
         is_cache_kept: Whether the experts on the device stayed, after `Reconfigure`.
         link_bytes_per_s: Rate of the expert link as measured or emulated, 0 where unknown.
+        dtype: Arithmetic in force, `None` where the model runs in no engine of ours.
     """
 
     request_id: str
@@ -132,6 +133,7 @@ class ModelLoaded:
     load_s: float
     is_cache_kept: bool = False
     link_bytes_per_s: float = 0.0
+    dtype: ComputeDtype | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

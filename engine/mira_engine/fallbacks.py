@@ -36,11 +36,17 @@ def load_fallbacks(
         rate = f"{format_bytes(link.bytes_per_s)}/s" if link.bytes_per_s else "own speed"
         text = f"The link is emulated: {rate}, {1e3 * link.latency_s:g} ms latency."
         notices.append(Notice(code="emulated-link", text=text))
+    if config.arithmetic is ComputeDtype.FLOAT16:
+        text = (
+            "The arithmetic is float16, as bfloat16 is not to be had or was not wanted: a reply "
+            "in which a number grows too large for it goes on in float32."
+        )
+        notices.append(Notice(code="float16", text=text))
     fmt = draft or target
     is_unpacked = fmt.group_size is not None and (
         fmt.layout == Int4Layout.ROWS or not fmt.is_native
     )
-    if is_unpacked and config.dtype is ComputeDtype.BFLOAT16 and config.gpu is None:
+    if is_unpacked and config.arithmetic is ComputeDtype.BFLOAT16 and config.gpu is None:
         text = (
             "INT4 experts are unpacked for every use: this processor has no packed kernel "
             "for them, or their sizes do not fit it."

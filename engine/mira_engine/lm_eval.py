@@ -22,12 +22,12 @@ from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 
 from .config import EngineConfig, MemoryAmount, SamplingConfig
-from .engine import Engine
 from .errors import ConfigError, GenerationError
 from .evaluation import open_scorer
 from .fidelity.measures import log_likelihood
 from .fidelity.texts import WINDOW_TOKENS, lead_tokens
 from .library import ModelLibrary
+from .memory_retry import load_with_retry
 from .model.chat import Detokeniser, has_tokenizer, load_tokenizer
 from .types import CompileMode, ComputeDtype, Precision
 
@@ -94,7 +94,7 @@ class MiraLM(LM):
             prefill_chunk_tokens=WINDOW_TOKENS,
             compile_mode=CompileMode.OFF,
         )
-        self._engine = Engine.load(self._home, config)
+        self._engine = load_with_retry(self._home, config)
         self._scorer = open_scorer(self._engine, WINDOW_TOKENS)
         self._max_gen_toks = int(max_gen_toks)
         if not has_tokenizer(self._home.backbone_dir):

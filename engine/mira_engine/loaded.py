@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Self
@@ -38,11 +39,12 @@ from .runtime.captured import CapturedSteps, captured_steps
 from .runtime.device import ExpertDevice, make_device
 from .runtime.draft import DraftStage, DraftWindow
 from .runtime.executor import ExpertExecutor
-from .runtime.gpu_device import GpuDevice, form_of, make_gpu_device
+from .runtime.gpu_device import GpuDevice, form_of, make_gpu_device, settle_dtype
 from .runtime.gpu_experts import never_bound
 from .runtime.native_path import NativePath
 from .runtime.passes import ModelPasses
 from .runtime.probe import bound_kernel_cache, default_num_threads
+from .runtime.shortage import as_shortage, give_memory_back
 from .runtime.telemetry import MemoryProbe
 from .trace import TraceHeader, TraceRecorder
 from .types import CompileMode, ComputeDtype, ExpertId, Precision, PredictionLead
@@ -65,6 +67,7 @@ class LoadedModel:
         draft_depths: Collection[int] | None = None,
     ) -> None:
         self.home = home
+        config = settle_dtype(config)
         self._cache_dir = cache_dir if config.compile_mode is not CompileMode.OFF else None
         self._profile_dir = cache_dir
         self.config = config
@@ -89,10 +92,9 @@ class LoadedModel:
         self._top_k = load_plan.top_k
         self.link_bytes_per_s = load_plan.link_bytes_per_s
         self._take_plan(load_plan)
-        self._arrange_device(load_plan)
-        if is_cancelled():
-            self.close()
-            check_cancelled(is_cancelled)
+        self._closing = ExitStack()
+        """What has to be ended by hand, the last begun first."""
+        self._arrange_or_close(load_plan)
         self.load_s = time.perf_counter() - started
 
     @classmethod
@@ -121,6 +123,8 @@ class LoadedModel:
             CancelledError: `is_cancelled` said so.
             StoreError: The model is not prepared in that precision, or damaged.
             BudgetError: The budget is below what is needed; nothing was loaded.
+            MemoryShortageError: There was less memory than planned; nothing is held any more.
+            ConfigError: The device has not the arithmetic that was asked for.
         """
         return cls(
             home=home,
@@ -147,7 +151,7 @@ class LoadedModel:
         """
         return make_load_plan(
             self.home,
-            config,
+            settle_dtype(config),
             *_open_stores(self.home, config.precision),
             profile_dir=self._profile_dir,
             on_notice=lambda notice: None,
@@ -175,12 +179,26 @@ class LoadedModel:
             depths = self.governor.candidates if self.governor is not None else ()
             self.native_path.deepen(self.plan, depths)
 
+    def _arrange_or_close(self, load_plan: LoadPlan) -> None:
+        """Loads; where that is broken off, ends what it has begun."""
+        shortage = None
+        try:
+            self._arrange_device(load_plan)
+            check_cancelled(self._is_load_cancelled)
+        except BaseException as error:
+            self.close()
+            shortage = as_shortage(error, "while the model was loaded", self.plan)
+            if shortage is None:
+                raise
+        if shortage is not None:
+            raise shortage
+
     def _arrange_device(self, load_plan: LoadPlan) -> None:
         """Loads the backbone, allocates the arenas, and connects model and executor."""
         manifest, config = self._target.manifest, self.config
         folder = self.home.backbone_dir
         check_cancelled(self._is_load_cancelled)
-        self.model = load_backbone(folder, config.dtype)
+        self.model = load_backbone(folder, config.arithmetic)
         switch = DenseSwitch()
         check_cancelled(self._is_load_cancelled)
         self._tokenizer = load_tokenizer(folder) if has_tokenizer(folder) else None
@@ -188,6 +206,7 @@ class LoadedModel:
         self.context_length = context_length(self.model.config, config.context_length)
         device = self._make_gpu_device() if config.gpu is not None else self._make_device()
         self.transfer = device.transfer
+        self._closing.callback(device.transfer.close)
         self._spill = device.spill if isinstance(device, GpuDevice) else None
         self.cache_setup = load_plan.cache_setup(config, manifest, device.transfer.record_bytes)
         if isinstance(device, GpuDevice):
@@ -201,6 +220,8 @@ class LoadedModel:
         if isinstance(device, GpuDevice):
             self.executor.use_fused(device.experts)
             self.executor.host = device.host
+            if device.host is not None:
+                self._closing.callback(device.host.close)
         self.executor.is_cancelled = self._cancelled.is_set
         self._load_predictor()
         if config.trace_path is not None:
@@ -248,6 +269,7 @@ class LoadedModel:
                 draft_depths=self.governor.candidates if self.governor is not None else (),
                 on_notice=self._notice,
             )
+            self._closing.callback(self.native_path.close)
             self.native_path.start(self._is_load_cancelled)
 
     def _use_depths(self) -> None:
@@ -271,7 +293,7 @@ class LoadedModel:
         modules = [module for _, module in expert_modules_of(self.model)]
         form = form_of(modules, self.model.config.model_type, self.config.precision)
         handle = gpu_device.open_card(self.config.gpu)
-        if self._cache_dir is not None and self.config.dtype is ComputeDtype.BFLOAT16:
+        if self._cache_dir is not None and self.config.arithmetic is ComputeDtype.BFLOAT16:
             native.load(self._cache_dir)  # Where they are built: for what the processor computes.
         self.model.to(handle.device)
         return make_gpu_device(
@@ -358,6 +380,19 @@ class LoadedModel:
     def _notice(self, code: str, text: str) -> None:
         self._notify(Notice(code=code, text=text))
 
+    def give_room_back(self) -> None:
+        """Forgets the conversation and gives its room back, recorded steps with it."""
+        if self.captured is not None:
+            self.captured.forget()
+        self.state.release_room()
+
+    def free_temporaries(self) -> None:
+        """Gives back what passes have kept for later ones. Between replies."""
+        if self.captured is not None:
+            self.give_room_back()  # Recordings hold the addresses of what is given back, too.
+        self.executor.free_temporaries()
+        give_memory_back()
+
     @property
     def end_ids(self) -> frozenset[int]:
         """Tokens that end a reply."""
@@ -382,11 +417,7 @@ class LoadedModel:
 
     def close(self) -> None:
         """Stops the readers and what is compiled in the background, gives the memory back."""
-        if self.native_path is not None:
-            self.native_path.close()
-        if self.executor.host is not None:
-            self.executor.host.close()
-        self.transfer.close()
+        self._closing.close()
 
 
 def _open_stores(home: ModelHome, precision: Precision) -> tuple[ExpertStore, ExpertStore]:

@@ -28,6 +28,7 @@ from .policy.budget import SLOW_LINK_BYTES_PER_S
 from .predictor.bank import MANIFEST_FILE, PredictorBank
 from .runtime.cards import accelerator_facts, find_cards, look_at_limits, look_at_torch
 from .runtime.disk import has_direct_reads, open_for_records
+from .runtime.gpu_device import settle_dtype
 from .runtime.host_system import drive_facts, look_at_host, system_facts
 from .runtime.probe import default_num_threads, machine_name, measure_rates
 from .runtime.telemetry import MemoryProbe
@@ -321,7 +322,7 @@ def _plan(
 ) -> Iterator[MachineFact]:
     notices: list[Notice] = []
     plan = make_load_plan(
-        home, config, target, draft, profile_dir=cache_dir, on_notice=notices.append
+        home, settle_dtype(config), target, draft, profile_dir=cache_dir, on_notice=notices.append
     )
     memory, profile = plan.memory, plan.profile
     yield MachineFact(

@@ -51,7 +51,7 @@ class ProfileKey:
             machine += f", card {config.gpu}"
         return cls(
             model_revision=model_revision,
-            machine=f"{machine}, {config.dtype}, draft of {config.draft_experts} experts",
+            machine=f"{machine}, {config.arithmetic}, draft of {config.draft_experts} experts",
             budget_bytes=budget_bytes,
             precision=config.precision,
         )

@@ -6,17 +6,22 @@ Says whether requests share passes or are answered in turn, and gives `runtime.b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 
 from .config import SamplingConfig
+from .errors import MemoryShortageError
 from .loaded import LoadedModel
 from .model.batch_state import can_pad
 from .runtime.batch import BatchDecoder
 from .runtime.beam import BeamResult, beam_search
-from .runtime.requests import BatchEvent, in_turn, make_requests
+from .runtime.reply_so_far import ReplySoFar
+from .runtime.requests import BatchEvent, Request, in_turn, make_requests
+from .runtime.shortage import as_shortage, smaller_chunk
 from .runtime.telemetry import ReplyMeter
 
-Reply = Callable[[Sequence[int], SamplingConfig], Iterator[int | tuple[int, int]]]
+Reply = Callable[
+    [Sequence[int], SamplingConfig, ReplySoFar | None], Iterator[int | tuple[int, int]]
+]
 
 
 class SeveralAtOnce:
@@ -75,7 +80,7 @@ class SeveralAtOnce:
                 f"{loaded.model.config.model_type} models answer one request after another: their "
                 "cache, or their positions at this length, cannot be shared by a batch.",
             )
-            return in_turn(requests, self._reply)
+            return in_turn(requests, self._finish)
         decoder = BatchDecoder(
             requests,
             loaded.model.config,
@@ -90,9 +95,30 @@ class SeveralAtOnce:
             on_round=self._on_round,
         )
         loaded.take_compiled()
-        loaded.state.reset()
+        loaded.give_room_back()
         loaded.executor.meter = ReplyMeter()
-        return decoder.run()
+        return self._together(decoder, requests)
+
+    def _finish(self, request: Request) -> Iterator[int | tuple[int, int]]:
+        """Answers a request alone, or what is left of it."""
+        return self._reply(request.prompt, request.sampling, ReplySoFar.of_request(request))
+
+    def _together(
+        self, decoder: BatchDecoder, requests: Sequence[Request]
+    ) -> Generator[BatchEvent, None, None]:
+        """Answers requests in one batch; where memory runs out, one after another."""
+        try:
+            return (yield from decoder.run())
+        except Exception as error:
+            if as_shortage(error, "in a batch") is None:
+                raise
+        del decoder  # Its cache; that of one conversation was planned.
+        self._loaded.free_temporaries()
+        self._tell_once(
+            "batch-in-turn",
+            "Memory ran out in a batch: its requests go on one after another.",
+        )
+        yield from in_turn([r for r in requests if r.reason is None], self._finish)
 
     def beam_search(
         self, prompt: Sequence[int], *, num_beams: int, max_new_tokens: int
@@ -106,13 +132,28 @@ class SeveralAtOnce:
             ConfigError: A width below 1 or above 32.
             ContextLengthError: Prompt and answer do not fit the context.
             BudgetError: The plan has no memory for so many beams.
+            MemoryShortageError: Memory ran out twice, the second time with small passes.
             CancelledError: `cancel` was called.
         """
         loaded = self._loaded
         if loaded.config.gpu is not None:
-            loaded.state.reset()
+            loaded.give_room_back()
         loaded.take_compiled()
         loaded.executor.meter = ReplyMeter()
+        chunk = loaded.config.prefill_chunk_tokens
+        try:
+            return self._search(prompt, num_beams, max_new_tokens, chunk)
+        except MemoryShortageError:
+            self._tell_once(
+                "beams-again", "Memory ran out in a beam search: it is begun anew with less."
+            )
+        loaded.free_temporaries()
+        return self._search(prompt, num_beams, max_new_tokens, smaller_chunk(chunk))
+
+    def _search(
+        self, prompt: Sequence[int], num_beams: int, max_new_tokens: int, chunk_tokens: int
+    ) -> BeamResult:
+        loaded = self._loaded
         try:
             return beam_search(
                 loaded.model,
@@ -122,8 +163,16 @@ class SeveralAtOnce:
                 num_beams=num_beams,
                 max_new_tokens=max_new_tokens,
                 end_ids=loaded.end_ids,
-                chunk_tokens=loaded.config.prefill_chunk_tokens,
+                chunk_tokens=chunk_tokens,
                 context_length=loaded.context_length,
             )
+        except Exception as error:
+            shortage = as_shortage(error, f"in a search with {num_beams} beams", loaded.plan)
+            if shortage is None:
+                raise
         finally:
             loaded.executor.driver.end_reply()
+        loaded.state.reset()  # The next reply reads its chat again.
+        loaded.free_temporaries()
+        shortage.hint = "Close other programs, or give fewer beams."
+        raise shortage

@@ -38,6 +38,7 @@ class ComputeDtype(enum.StrEnum):
     """Arithmetic of everything that is not stored quantised."""
 
     BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
     FLOAT32 = "float32"
 
 

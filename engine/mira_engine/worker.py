@@ -20,11 +20,13 @@ import sys
 import threading
 import time
 import traceback
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from . import wire
-from .errors import CancelledError, ConfigError, MiraError
+from .errors import CancelledError, ConfigError, MemoryShortageError, MiraError
 from .events import (
     PROTOCOL_VERSION,
     Cancel,
@@ -124,6 +126,8 @@ class Worker:
         self._engine: Engine | None = None
         self._model = ""
         """As it was named when it was loaded."""
+        self._asked: EngineConfig | None = None
+        """What was asked for then or since; the engine's own may ask for less memory."""
 
     # -- reader thread -------------------------------------------------------------------
 
@@ -180,6 +184,7 @@ class Worker:
                 self._engine.clear_cancel()
             self._running_id = job.request_id
             is_cancelled = job.request_id in self._cancelled_ids
+        is_memory_short = False
         try:
             if is_cancelled:
                 raise CancelledError("Stopped before it began.")
@@ -201,18 +206,29 @@ class Worker:
                 self._evaluate(job)
             else:
                 self._generate(job)
+        except MemoryShortageError as error:
+            is_memory_short = True
+            self._fail(job.request_id, error)
+            traceback.print_exception(error)
         except MiraError as error:
             self._fail(job.request_id, error)
-        except MemoryError as error:
-            self._fail(
-                job.request_id,
-                MiraError("The machine's memory is used up.", hint="Give a smaller --budget."),
-            )
+        except Exception as error:
+            from .runtime.shortage import as_shortage
+
+            shortage = as_shortage(error, "in the middle of this")
+            if shortage is None:
+                raise
+            is_memory_short = True
+            self._fail(job.request_id, shortage)
             traceback.print_exception(error)
         finally:
             with self._lock:
                 self._running_id = None
                 self._cancelled_ids.discard(job.request_id)
+        if is_memory_short:
+            from .runtime.shortage import give_memory_back
+
+            give_memory_back()
 
     def _is_cancelled(self, request_id: str) -> bool:
         with self._lock:
@@ -332,16 +348,16 @@ class Worker:
     def _load(self, job: LoadModel) -> None:
         home = self._library.resolve(job.model)
         self._unload()
-        self._model = job.model
+        self._model, self._asked = job.model, job.config
         self._load_engine(home, job.config, lambda: self._is_cancelled(job.request_id))
         self._tell_loaded(job.request_id)
 
     def _load_engine(
         self, home: ModelHome, config: EngineConfig, is_cancelled: Callable[[], bool]
     ) -> Engine:
-        from .engine import Engine
+        from .memory_retry import load_with_retry
 
-        engine = Engine.load(
+        engine = load_with_retry(
             home,
             config,
             cache_dir=self._cache_dir,
@@ -350,6 +366,8 @@ class Worker:
         )
         with self._lock:
             self._engine = engine
+            if self._running_id in self._cancelled_ids:
+                engine.cancel()  # The cancel may have come when there was none to tell.
         return engine
 
     def _tell_loaded(
@@ -367,32 +385,44 @@ class Worker:
                 load_s=engine.load_s if seconds is None else seconds,
                 is_cache_kept=is_cache_kept,
                 link_bytes_per_s=engine.link_bytes_per_s,
+                dtype=engine.config.dtype,
             )
         )
 
     def _reconfigure(self, job: Reconfigure) -> None:
-        from .reconfiguring import Reloading, change_in_place, unchanged
+        from .reconfiguring import change_in_place, unchanged
 
-        if self._engine is None:
+        if self._engine is None or self._asked is None:
             raise MiraError("No model is loaded.", hint="Pick a model first.")
         started = time.perf_counter()
+        changed = self._asked.changed_fields(job.config)
+        # What memory made the engine give up stays given up, unless another value is wanted.
+        wanted = replace(self._engine.config, **{n: getattr(job.config, n) for n in changed})
         try:
-            is_kept = change_in_place(self._engine, job.config, self._writer.send)
+            is_kept = change_in_place(self._engine, wanted, self._writer.send)
         except MiraError as error:
             raise unchanged(error) from error
         if not is_kept:
-            reloading = Reloading(
-                self._engine,
-                load=self._load_engine,
-                on_notice=self._writer.send,
-                is_cancelled=lambda: self._is_cancelled(job.request_id),
-                is_ending=self._ending.is_set,
-            )
-            self._unload()
-            reloading.run(job.config)
+            self._reload(job.request_id, lambda: wanted)
+        self._asked = job.config
         self._tell_loaded(
             job.request_id, is_cache_kept=is_kept, seconds=time.perf_counter() - started
         )
+
+    def _reload(self, request_id: str, choose: Callable[[], EngineConfig]) -> None:
+        """Loads the model with what is chosen once its memory is free, else as it was."""
+        from .reconfiguring import Reloading
+
+        assert self._engine is not None
+        reloading = Reloading(
+            self._engine,
+            load=self._load_engine,
+            on_notice=self._writer.send,
+            is_cancelled=lambda: self._is_cancelled(request_id),
+            is_ending=self._ending.is_set,
+        )
+        self._unload()
+        reloading.run(choose())
 
     def _describe_model(self, job: DescribeModel) -> None:
         from .model_report import describe
@@ -458,17 +488,26 @@ class Worker:
         self._writer.send(EvaluationDone(request_id=job.request_id, report=report))
 
     def _generate(self, job: Generate) -> None:
-        if self._engine is None:
-            raise MiraError("No model is loaded.", hint="Pick a model first.")
-        events = self._engine.stream(
+        from .memory_retry import LastingReplies
+
+        replier = LastingReplies(
+            self._loaded, partial(self._reload, job.request_id), self._writer.send
+        )
+        events = self._loaded().stream(
             job.request_id,
             job.messages,
             job.sampling,
             is_residency_wanted=job.is_residency_wanted,
+            replier=replier,
         )
         for event in events:
             self._writer.send(event)
-        self._engine.take_compiled()
+        self._loaded().take_compiled()
+
+    def _loaded(self) -> Engine:
+        if self._engine is None:
+            raise MiraError("No model is loaded.", hint="Pick a model first.")
+        return self._engine
 
     def _unload(self) -> None:
         with self._lock:

@@ -25,7 +25,9 @@ PRECISIONS = tuple(STORED)
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(
-    ("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=["float32", "bfloat16"]
+    ("dtype", "bound"),
+    [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)],
+    ids=["float32", "bfloat16", "float16"],
 )
 def test_outputs_of_every_format_are_the_products(
     precision: Precision, dtype: torch.dtype, bound: float

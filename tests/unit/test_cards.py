@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from mira_engine.errors import ConfigError
 from mira_engine.events import MachineFact
 from mira_engine.runtime.cards import (
     Card,
@@ -14,11 +15,12 @@ from mira_engine.runtime.cards import (
     SystemLimits,
     TorchBuild,
     accelerator_facts,
+    dtype_on,
     find_cards,
     look_at_limits,
 )
 from mira_engine.runtime.host_system import HostKind, HostSystem
-from mira_engine.types import FactMark
+from mira_engine.types import ComputeDtype, FactMark
 
 GIB = 1 << 30
 CARD = Card(
@@ -207,7 +209,7 @@ def test_linux_driver_inside_wsl_is_named_as_the_mistake() -> None:
 @pytest.mark.parametrize(
     ("changes", "code", "text"),
     [
-        ({"capability": (7, 5)}, "gpu-0-bfloat16", "bfloat16"),
+        ({"capability": (7, 5)}, "gpu-0-bfloat16", "float16 is taken, and float32 once"),
         ({"free_bytes": 20 * GIB}, "gpu-0-others", "other programs"),
         ({"link_width": 4}, "gpu-0-link", "4 of 16 lanes"),
     ],
@@ -257,3 +259,36 @@ def test_limits_are_read_from_both_kinds_of_containers(tmp_path: Path) -> None:
     assert look_at_limits(tmp_path).container_bytes == 4096
     (tmp_path / "sys/fs/cgroup/memory.max").write_text("2048\n", encoding="ascii")
     assert look_at_limits(tmp_path).container_bytes == 2048
+
+
+@pytest.mark.parametrize(
+    ("capability", "wanted", "expected"),
+    [
+        (None, None, ComputeDtype.BFLOAT16),
+        (None, ComputeDtype.FLOAT32, ComputeDtype.FLOAT32),
+        ((8, 0), None, ComputeDtype.BFLOAT16),
+        ((12, 0), None, ComputeDtype.BFLOAT16),
+        ((8, 9), ComputeDtype.FLOAT16, ComputeDtype.FLOAT16),
+        ((7, 5), None, ComputeDtype.FLOAT16),
+        ((7, 0), ComputeDtype.FLOAT16, ComputeDtype.FLOAT16),
+        ((7, 5), ComputeDtype.FLOAT32, ComputeDtype.FLOAT32),
+    ],
+)
+def test_arithmetic_is_as_asked_or_the_usual_one_of_the_device(
+    capability: tuple[int, int] | None, wanted: ComputeDtype | None, expected: ComputeDtype
+) -> None:
+    assert dtype_on(capability, wanted) is expected
+
+
+@pytest.mark.parametrize(
+    ("capability", "wanted", "fix"),
+    [((7, 5), ComputeDtype.BFLOAT16, "float32"), (None, ComputeDtype.FLOAT16, "--gpu")],
+    ids=["bfloat16-on-an-old-card", "float16-on-a-processor"],
+)
+def test_arithmetic_that_the_device_has_not_is_refused_with_the_fix(
+    capability: tuple[int, int] | None, wanted: ComputeDtype, fix: str
+) -> None:
+    with pytest.raises(ConfigError, match=wanted.value) as caught:
+        dtype_on(capability, wanted)
+
+    assert fix in caught.value.hint

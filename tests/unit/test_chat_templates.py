@@ -220,7 +220,8 @@ def converse(tokenizer: PreTrainedTokenizerBase, reply: str) -> list[Event]:
     tokens = tokenizer(reply, add_special_tokens=False)["input_ids"]
     replier = FakeReplier(tokens, [tokenizer.eos_token_id])
     live = LiveSamples("r", stats=replier.stats, residency=None)
-    return list(ChatStream(tokenizer, replier).stream("r", (FIRST,), SamplingConfig(), live))
+    chats = ChatStream(tokenizer)
+    return list(chats.stream("r", (FIRST,), SamplingConfig(), live, replier))
 
 
 def text_of(events: Sequence[Event], part: ReplyPart) -> str:

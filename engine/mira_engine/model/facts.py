@@ -121,7 +121,7 @@ def _facts(
     draft: ExpertFormat,
 ) -> ModelFacts:
     modules = find_expert_modules(model)
-    dtype = TORCH_DTYPES[config.dtype]
+    dtype = TORCH_DTYPES[config.arithmetic]
     assert draft.draft_plane is not None
     whole = sum(target.record_bytes(plane) for plane in target.planes)
     lo_only = target.record_bytes(Plane.LO) if target.precision is Precision.NESTED else whole
@@ -157,7 +157,7 @@ def _facts(
 
 def _draft_copy_bytes(model: PreTrainedModel, config: EngineConfig) -> int:
     is_possible = (
-        config.dtype is ComputeDtype.BFLOAT16 and config.compile_mode is not CompileMode.OFF
+        config.arithmetic is ComputeDtype.BFLOAT16 and config.compile_mode is not CompileMode.OFF
     )
     return draft_copy_bytes(model) if is_possible else 0
 

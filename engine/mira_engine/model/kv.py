@@ -155,6 +155,11 @@ class StateManager:
         for layer in self.cache.layers:
             layer.make_finite()
 
+    def release_room(self) -> None:
+        """Forgets everything and gives the room back: no recorded step points to it any more."""
+        self._is_room_held = False
+        self.reset()
+
     def reset(self) -> None:
         """Forgets everything. Gives the room back, unless it is held."""
         if self._is_room_held:

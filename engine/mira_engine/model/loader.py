@@ -24,6 +24,7 @@ from .attention import use_short_query_attention
 
 TORCH_DTYPES = {
     ComputeDtype.BFLOAT16: torch.bfloat16,
+    ComputeDtype.FLOAT16: torch.float16,
     ComputeDtype.FLOAT32: torch.float32,
 }
 

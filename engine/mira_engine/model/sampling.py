@@ -90,6 +90,17 @@ class Sampler:
             self._generator.seed()
         else:
             self._generator.manual_seed(config.seed)
+        self._mark: torch.Tensor | None = None
+
+    def mark(self) -> None:
+        """Remembers where the random numbers are, for a round that may be broken off."""
+        if not self._is_greedy:
+            self._mark = self._generator.get_state()
+
+    def rewind(self) -> None:
+        """Draws the random numbers since the mark once more; without a mark nothing happens."""
+        if self._mark is not None:
+            self._generator.set_state(self._mark)
 
     def _process(self, history: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
         scores = logits.float().unsqueeze(0)

@@ -177,6 +177,8 @@ class BatchDecoder:
     def _round(self) -> list[list[int]]:
         """One verification of all running rows, drafts before it. Returns their new tokens."""
         meter = self._executor.meter
+        for request in self._rows:
+            request.sampler.mark()
         drafted = self._draft()
         started = time.perf_counter()
         candidates = [

@@ -125,6 +125,10 @@ class CapturedSteps:
         """Sets the numbers of draft tokens whose verifications are captured. Between replies."""
         self._lengths = frozenset((1, *(depth + 1 for depth in depths)))
 
+    def forget(self) -> None:
+        """Gives all recordings up; they are made anew when they are needed. Between replies."""
+        self._steps.clear()
+
     def take_new(self) -> bool:
         """Whether a step was recorded since the last call: what was timed had that in it."""
         is_new, self._is_new = self._is_new, False

@@ -18,9 +18,10 @@ from types import ModuleType
 from typing import Any
 
 from ..config import format_bytes
+from ..errors import ConfigError
 from ..events import MachineFact
 from ..system_memory import system_memory
-from ..types import FactMark
+from ..types import ComputeDtype, FactMark
 from .host_system import WSL_LIBRARIES, HostKind, HostSystem
 
 MIN_CAPABILITY = (7, 0)
@@ -121,6 +122,33 @@ class SystemLimits:
     locked_bytes: int | None = None
     container_bytes: int | None = None
     has_amd_driver: bool = False
+
+
+def dtype_on(capability: tuple[int, int] | None, wanted: ComputeDtype | None) -> ComputeDtype:
+    """Returns the arithmetic on a device.
+
+    Args:
+        capability: Compute capability of a card, `None` for the processor.
+        wanted: As asked for, `None` where nobody chose.
+
+    Raises:
+        ConfigError: The device does not compute in what was asked for.
+    """
+    if capability is None:
+        if wanted is ComputeDtype.FLOAT16:
+            raise ConfigError.for_field(
+                "dtype", wanted.value, "A processor takes bfloat16 or float32; float16 takes --gpu."
+            )
+        return wanted or ComputeDtype.BFLOAT16
+    has_bfloat16 = capability >= BFLOAT16_CAPABILITY
+    if wanted is ComputeDtype.BFLOAT16 and not has_bfloat16:
+        raise ConfigError.for_field(
+            "dtype",
+            wanted.value,
+            f"A card of compute capability {capability[0]}.{capability[1]} has none: leave --dtype "
+            "out, which takes float16, or give float32.",
+        )
+    return wanted or (ComputeDtype.BFLOAT16 if has_bfloat16 else ComputeDtype.FLOAT16)
 
 
 def find_cards(nvml: ModuleType | Any | None = None) -> CardSearch:
@@ -289,9 +317,10 @@ def _card_facts(
     if card.capability < BFLOAT16_CAPABILITY:
         yield MachineFact(
             code=f"{code}-bfloat16",
-            text="no bfloat16 before compute capability 8.0",
+            text="no bfloat16 before compute capability 8.0: float16 is taken, and float32 once a "
+            "number grows too large for it",
             mark=FactMark.NOTE,
-            hint="Give --dtype float32.",
+            hint="--dtype float32 begins with it, in twice the memory for what is no expert.",
         )
     if card.used_bytes > _USED_BY_OTHERS_BYTES:
         yield MachineFact(

@@ -68,7 +68,8 @@ def make_device(
     def locate(expert: ExpertId, plane: Plane) -> tuple[Path, int, int]:
         return target.record_location(expert.layer, plane, expert.expert)
 
-    transfer = DiskTransfer(
+    bind = SlotBinder(target.format, slots, draft)
+    transfer = DiskTransfer(  # Last: its threads are what has to be ended by hand.
         locate=locate,
         planes=slots.planes,
         slot_buffers=slots.buffers,
@@ -79,6 +80,6 @@ def make_device(
     return ExpertDevice(
         slots=slots,
         draft=draft,
-        bind=SlotBinder(target.format, slots, draft),
+        bind=bind,
         transfer=transfer,
     )

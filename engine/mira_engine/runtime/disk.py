@@ -26,7 +26,10 @@ from pathlib import Path
 
 from ..errors import StoreError
 from ..types import ExpertId, Plane
+from .shortage import as_shortage
 from .transfer import Completion, LinkThrottle
+
+WHILE_READING = "while experts were read"
 
 _CLOSE_TIMEOUT_S = 10.0
 
@@ -256,6 +259,8 @@ class DiskTransfer:
                 is_whole = self._read(move)
             except StoreError as error:
                 failure = error
+            except MemoryError as error:  # A reader that ended would be waited for for ever.
+                failure = as_shortage(error, WHILE_READING)
             with self._lock:
                 del self._under_way[move.expert]
                 self._num_urgent -= move.is_urgent

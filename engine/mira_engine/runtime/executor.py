@@ -213,6 +213,11 @@ class ExpertExecutor:
                     fused.place(expert, slot)
         self._counts = fused.lookahead_counts(self.driver.lookahead)
 
+    def free_temporaries(self) -> None:
+        """Gives back what passes have kept for later ones. Between passes."""
+        if self._fused is not None:
+            self._fused.free_temporaries()
+
     def begin_window(self) -> None:
         """A draft window begins."""
         if self._fused is not None:

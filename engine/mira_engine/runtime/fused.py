@@ -157,6 +157,10 @@ class FusedExperts:
         """The draft does without this expert from now on."""
         self._draft_tables[expert.layer][expert.expert] = 0
 
+    def free_temporaries(self) -> None:
+        """Gives back what `outputs` has kept."""
+        self._outputs = torch.empty(0)
+
     def outputs(self, num_rows: int, width: int) -> Tensor:
         """Returns `[num_rows, width]` float32 of reused room."""
         if self._outputs.numel() < num_rows * width:

@@ -24,8 +24,16 @@ from ..events import MemoryPlan
 from ..model.loader import TORCH_DTYPES
 from ..policy.host_misses import HostSetup
 from ..system_memory import system_memory
-from ..types import CompileMode, DraftDense, DraftExperts, ExpertId, Plane, Precision
-from .cards import has_triton, look_at_limits, triton_hint
+from ..types import (
+    CompileMode,
+    ComputeDtype,
+    DraftDense,
+    DraftExperts,
+    ExpertId,
+    Plane,
+    Precision,
+)
+from .cards import dtype_on, has_triton, look_at_limits, triton_hint
 from .cuda_transfer import CudaTransfer
 from .disk import cannot_open, open_for_records, read_exactly
 from .gpu_experts import GpuArena, GpuDraft, GpuExperts, GpuForm, GpuSlotDraft, gpu_form
@@ -130,6 +138,31 @@ def free_device_bytes(index: int) -> int:
     return int(torch.cuda.mem_get_info(index)[0])
 
 
+def device_capability(index: int) -> tuple[int, int]:
+    """Returns a card's compute capability.
+
+    Raises:
+        ConfigError: torch has no such card.
+    """
+    _require_card(index)
+    return torch.cuda.get_device_capability(index)
+
+
+def settle_dtype(config: EngineConfig) -> EngineConfig:
+    """Returns a configuration with the arithmetic that its device has.
+
+    Raises:
+        ConfigError: There is no such card, or the device has not what was asked for.
+    """
+    if config.gpu is None:
+        capability = None
+    elif config.dtype in (None, ComputeDtype.BFLOAT16):
+        capability = device_capability(config.gpu)
+    else:
+        return config  # Every card has it.
+    return replace(config, dtype=dtype_on(capability, config.dtype))
+
+
 def peak_device_bytes(index: int) -> int:
     """Returns the most memory of a card that this process has held."""
     return int(torch.cuda.max_memory_allocated(index))
@@ -215,26 +248,30 @@ def make_gpu_device(
     slots = GpuArena(plan.num_slots, planes, fmt, device)
     spill = _watched(handle, slots, draft, tell)
     source = _host_source(handle, slots, config, target, is_cancelled, tell)
-    transfer = CudaTransfer(
-        handle.queues, source, slots.records, bytes_per_s=config.link.bytes_per_s
-    )
-    experts = GpuExperts(
-        fmt,
-        form,
-        slots,
-        transfer,
-        num_layers=manifest.num_layers,
-        num_experts=manifest.num_experts,
-        draft=draft,
-        device=device,
-    )
+    try:
+        transfer = CudaTransfer(
+            handle.queues, source, slots.records, bytes_per_s=config.link.bytes_per_s
+        )
+        experts = GpuExperts(
+            fmt,
+            form,
+            slots,
+            transfer,
+            num_layers=manifest.num_layers,
+            num_experts=manifest.num_experts,
+            draft=draft,
+            device=device,
+        )
+    except BaseException:
+        source.close()
+        raise
     gpu = GpuDevice(
         handle=handle, slots=slots, draft=draft, transfer=transfer, experts=experts, spill=spill
     )
     if config.is_deterministic or slots.planes != fmt.planes:
         return gpu  # A resident draft has the high planes: host memory holds half an expert.
     host = HostExperts(fmt, source.held, handle.queues, handle.allocate, device)
-    dtype = TORCH_DTYPES[config.dtype]
+    dtype = TORCH_DTYPES[config.arithmetic]
     try:
         setup = measure_host(
             host, transfer, module, fmt.shape, dtype, source.experts, is_cancelled=is_cancelled
@@ -337,7 +374,12 @@ def _host_source(
         )
         below = _ring(handle, slots, config, target)
     load = _Reader(target, config, is_cancelled)
-    return PinnedSource(chunks, experts, slots.plane_bytes, load, below)
+    try:
+        return PinnedSource(chunks, experts, slots.plane_bytes, load, below)
+    except BaseException:
+        if below is not None:
+            below.close()
+        raise
 
 
 def _pin_limit(wanted_bytes: int) -> str:
@@ -376,7 +418,7 @@ def _aligned(allocate: Allocate, num_bytes: int) -> Tensor:
     """Takes host memory that begins on a page, as direct reads ask for."""
     try:
         whole = allocate(num_bytes + _ALIGNMENT)
-    except RuntimeError:
+    except (RuntimeError, MemoryError):
         whole = pageable(num_bytes + _ALIGNMENT)
     start = -whole.data_ptr() % _ALIGNMENT
     return whole[start : start + num_bytes]

@@ -238,6 +238,10 @@ class GpuExperts:
             self._buffers[purpose, dtype] = buffer
         return buffer[:size].view(rows, width).zero_()
 
+    def free_temporaries(self) -> None:
+        """Gives back what `room` has kept."""
+        self._buffers.clear()
+
     def layer(self, layer: int, experts: Sequence[tuple[ExpertId, int]]) -> LayerExperts:
         """Describes a layer of which some experts are in slots."""
         table = torch.full((self._num_experts,), -1, dtype=torch.int32)

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from ..errors import MiraError
 from ..types import ExpertId, Plane
-from .disk import RecordLocation, cannot_open, open_for_records, read_exactly
+from .disk import WHILE_READING, RecordLocation, cannot_open, open_for_records, read_exactly
+from .shortage import as_shortage
 
 CHUNK_BYTES = 256 << 20
 """One pinned allocation. Larger ones fail in whole where a smaller one would still fit."""
@@ -62,7 +63,7 @@ def allocate_chunks(
         size = min(left, per_chunk)
         try:
             chunks.append(allocate(size))
-        except RuntimeError:
+        except (RuntimeError, MemoryError):
             break
         left -= size
     return chunks
@@ -256,6 +257,11 @@ class RingSource:
                     self._read_record(expert, plane, part)
             except MiraError as error:
                 self._read.put((expert, error))
+            except (RuntimeError, MemoryError) as error:
+                shortage = as_shortage(error, WHILE_READING)
+                if shortage is None:
+                    raise
+                self._read.put((expert, shortage))
             else:
                 self._read.put((expert, None))
 

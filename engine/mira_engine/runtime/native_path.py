@@ -102,7 +102,7 @@ class NativePath:
         """
         if native.is_built(self._cache_dir) and not self._use_native():
             return
-        dtype = TORCH_DTYPES[self._config.dtype]
+        dtype = TORCH_DTYPES[self._config.arithmetic]
         self.capture.start(self.wanted_steps(), dtype, self._census)
         if self._config.compile_mode is CompileMode.WAIT or self.capture.are_all_kept():
             self.capture.wait(is_cancelled)
@@ -132,7 +132,7 @@ class NativePath:
         self.capture.close()
         self._plan, self._draft_depths = plan, draft_depths
         self.capture = StepCapture(self._model, self._folder, self._cache_dir, self._notify)
-        self.capture.start(self.wanted_steps(), TORCH_DTYPES[self._config.dtype], self._census)
+        self.capture.start(self.wanted_steps(), TORCH_DTYPES[self._config.arithmetic], self._census)
 
     def close(self) -> None:
         """Stops what is still being made."""
@@ -149,8 +149,8 @@ class NativePath:
             return []
         k = self._plan.num_draft_tokens
         base = StepSpec(
-            dtype=self._config.dtype,
-            is_native=self._config.dtype is ComputeDtype.BFLOAT16,
+            dtype=self._config.arithmetic,
+            is_native=self._config.arithmetic is ComputeDtype.BFLOAT16,
             draft_dense=self._plan.draft_dense,
             draft_words=self._draft_words,
             is_draft=False,
@@ -186,7 +186,7 @@ class NativePath:
         self.is_native = True
         self._census = arrange_dense(self._model, self._plan.draft_dense, self._switch)
         limit_draft_words(self._model, self._draft_words)
-        if self._config.dtype is ComputeDtype.BFLOAT16:
+        if self._config.arithmetic is ComputeDtype.BFLOAT16:
             self._choose_kernels()
         target, draft_source = self._stores
         modules = [module for _, module in expert_modules_of(self._model)]

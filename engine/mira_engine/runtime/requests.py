@@ -92,8 +92,9 @@ class Request:
         return len(self.prompt) + self._limit
 
     def start_clock(self) -> None:
-        """The work on it begins now."""
-        self._started_at = time.perf_counter()
+        """The work on it begins now, unless it has given a token already."""
+        if self._first_at is None:
+            self._started_at = time.perf_counter()
 
     def take(self, token: int, end_ids: Collection[int]) -> None:
         """Adds a new token, and ends the request where it is the last."""
@@ -162,19 +163,20 @@ def make_requests(
 
 def in_turn(
     requests: Sequence[Request],
-    reply: Callable[[Sequence[int], SamplingConfig], Iterator[int | tuple[int, int]]],
+    reply: Callable[[Request], Iterator[int | tuple[int, int]]],
 ) -> Iterator[BatchEvent]:
     """Answers requests one after another; after a cancel no further one is begun.
 
     Args:
-        requests: Fresh ones.
-        reply: Answers one: yields its tokens among others things, returns why it ended.
+        requests: Fresh ones, or such as a batch could not finish.
+        reply: Answers one, or what is left of it: yields its tokens among others things,
+            returns why it ended.
     """
     reason: FinishReason | None = None
     for request in requests:
         request.start_clock()
         if reason is not FinishReason.CANCELLED:
-            steps = reply(request.prompt, request.sampling)
+            steps = reply(request)
             while True:
                 try:
                     step = next(steps)

@@ -345,7 +345,8 @@ class ChatScreen(MessageScreen):
         title = known.title if known is not None else "no model"
         entry = controller.entry
         is_remote = entry is not None and entry.is_remote
-        facts = sanitise(entry.about) if is_remote else f"{engine.precision} · {engine.dtype}"
+        arithmetic = (loaded.dtype if loaded is not None else None) or engine.arithmetic
+        facts = sanitise(entry.about) if is_remote else f"{engine.precision} · {arithmetic}"
         self.model_line.update(
             Content.assemble(("mira-chat  ", "bold $primary"), sanitise(title), f" · {facts}")
         )

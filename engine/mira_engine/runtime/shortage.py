@@ -1,0 +1,78 @@
+"""Memory that ran out: how that is told from other failures, and how memory is given back.
+
+Whoever loads or computes turns such a failure into a `MemoryShortageError`, and raises it
+outside of the `except` block: a traceback holds the tensors of every frame that it passed
+through, and what is held cannot be used for a second try. What that try is,
+`mira_engine.memory_retry` knows. Any thread.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import traceback
+
+import torch
+
+from ..errors import MemoryShortageError, MiraError
+from ..events import MemoryPlan
+
+LEAST_CHUNK = 16
+"""Prompt tokens of a pass below which its temporaries are not what takes the memory."""
+
+_SIGNS = (
+    "out of memory",
+    "can't allocate memory",
+    "not enough memory",
+    "cannot allocate memory",
+    "alloc_failed",
+)
+"""In the words of torch's allocators, of the driver and of CUDA's libraries; in lower case."""
+
+_HINT = "Close other programs, or give a smaller --budget or --context."
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that there is no memory, on the device or the host."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(sign in text for sign in _SIGNS)
+
+
+def as_shortage(
+    error: BaseException, what: str, plan: MemoryPlan | None = None
+) -> MemoryShortageError | None:
+    """Returns what to raise in place of an error, once its `except` block is left.
+
+    Args:
+        error: Whatever was raised.
+        what: What was going on, for the message: "while the model was loaded".
+        plan: What was planned, `None` where nothing was yet.
+
+    Returns:
+        An error without any hold on the one given, whose traceback is a note of it; `None`
+        where that is no shortage of memory, or was told as one before.
+    """
+    if isinstance(error, MiraError) or not is_out_of_memory(error):
+        return None
+    shortage = MemoryShortageError(f"Memory ran out {what}.", hint=_HINT)
+    shortage.add_note("".join(traceback.format_exception(error)))
+    if plan is not None:
+        shortage.planned_bytes, shortage.budget_bytes = plan.total_bytes, plan.budget_bytes
+    return shortage
+
+
+def smaller_chunk(num_tokens: int) -> int:
+    """Returns how many prompt tokens to read at once where so many took too much."""
+    return max(LEAST_CHUNK, num_tokens // 4)
+
+
+def give_memory_back() -> None:
+    """Frees what nobody refers to any more, and what torch keeps of it for later."""
+    gc.collect()  # Parts of an engine know each other.
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+        torch.accelerator.empty_host_cache()  # Pinned chunks.
