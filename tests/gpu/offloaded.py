@@ -42,8 +42,8 @@ def time_offloaded(results: dict[str, Any], deadline: Deadline, *, shape: Shape)
     budget = BUDGETS[0]
     whole = meta_model(shape.config())
     layer_bytes = max(_num_bytes(layer) for layer in _layers(whole))
-    # Where there is no card: room for one layer, and for the one that is put back.
-    room = budget.memory_bytes or _num_bytes(whole) - (shape.num_layers - 2) * layer_bytes
+    # Where there is no card: a little less than everything.
+    room = budget.memory_bytes or _num_bytes(whole) - layer_bytes // 2
     num_resident, num_waiting = divide(whole, room)
     results |= {
         "budget": budget.name,

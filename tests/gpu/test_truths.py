@@ -14,9 +14,12 @@ from gpu.sections import Deadline
 def told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Puts answers in the place of the checks, which take long."""
     monkeypatch.setattr(truths._Models, "home", lambda self, family, precision: None)
+    monkeypatch.setattr(truths, "Outcome", lambda home, config: None)
     monkeypatch.setattr(truths, "card_is_processor", lambda home: {"holds": True})
-    monkeypatch.setattr(truths, "budget_changes_nothing", lambda home: {"holds": False})
-    monkeypatch.setattr(truths, "draft_changes_nothing", lambda home, experts: {"holds": True})
+    monkeypatch.setattr(truths, "budget_changes_nothing", lambda home, expected: {"holds": False})
+    monkeypatch.setattr(
+        truths, "draft_changes_nothing", lambda home, expected, experts: {"holds": True}
+    )
 
 
 def test_truth_that_does_not_hold_fails_the_section_by_name(told: None) -> None:
