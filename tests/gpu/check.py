@@ -91,7 +91,7 @@ def main() -> None:
     """Runs everything and prints tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3")
-    parser.add_argument("--tokens", type=int, default=32 if HAS_CARD else 2)
+    parser.add_argument("--tokens", type=int, default=24 if HAS_CARD else 2)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     import triton

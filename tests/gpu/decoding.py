@@ -318,11 +318,14 @@ def describe_decoding(results: dict[str, Any]) -> Iterable[str]:
     for name, figures in results.get("runs", {}).items():
         yield f"  {name:38}" + "".join(f"{cell:>9}" for cell in _cells(figures))
     for name, figures in results.get("computes", {}).items():
-        if figures is not None and HAS_CARD:
+        if figures is not None and "compute_ms" in figures:
             yield (
                 f"  computing alone, {name}: {figures['compute_ms']:.1f} ms, with "
                 f"{figures['num_experts_used']} experts of a layer"
             )
+    if results.get("runs"):
+        count = sum(figures["num_device_allocations"] for figures in results["runs"].values())
+        yield f"  memory asked of the card while decoding, beyond what was there: {count} times"
     for name, made in results.get("timelines", {}).items():
         share = made["hidden_share_of_copies"]
         hidden = f"{share:.0%} of the copies' time is computed in" if share is not None else ""

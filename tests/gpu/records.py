@@ -17,7 +17,7 @@ from mira_engine.runtime.host_memory import allocate_chunks, pageable, pinned
 from mira_engine.types import Plane, Precision
 from torch import Tensor
 
-PINNING_S = 25.0
+PINNING_S = 20.0
 """Seconds after which no more host memory is pinned."""
 
 
