@@ -24,7 +24,7 @@ from mira_engine.config import EngineConfig, LinkConfig, MemoryAmount
 from mira_engine.events import MemoryPlan
 from mira_engine.model.facts import facts_of
 from mira_engine.policy.alternatives import PlanWishes, choose_plan
-from mira_engine.policy.budget import MAX_CACHED_DRAFT_TOKENS
+from mira_engine.policy.budget import MAX_CACHED_DRAFT_TOKENS, ModelFacts
 from mira_engine.types import (
     CachePolicy,
     CompileMode,
@@ -99,6 +99,45 @@ def cases() -> Iterator[Case]:
                 yield Case(budget=budget, link=link, row=row)
 
 
+def config_for(
+    row: str, num_draft_tokens: int, bytes_per_s: float | None, *, context_length: int
+) -> EngineConfig:
+    """Returns what the engine would be asked for."""
+    fields = {"num_draft_tokens": num_draft_tokens} | ROWS[row]
+    return EngineConfig(
+        precision=Precision.NESTED,
+        context_length=context_length,
+        link=LinkConfig(bytes_per_s=bytes_per_s),
+        compile_mode=CompileMode.OFF,
+        draft_dense=DraftDense.TARGET,
+        prefill_chunk_tokens=NUM_PROMPT_TOKENS,
+        gpu=0,
+        **fields,
+    )
+
+
+def facts_for(shape: Shape, *, context_length: int) -> ModelFacts:
+    """Returns the sizes that a plan follows from."""
+    config = config_for("everything", 0, None, context_length=context_length)
+    return facts_of(shape.config(), config, layout=Int4Layout.ROWS.value)
+
+
+def plan_for(facts: ModelFacts, budget: Budget, num_draft_tokens: int) -> MemoryPlan:
+    """Plans memory as the engine does; a draft with the cached experts alone is short."""
+    wishes = PlanWishes(
+        budget=MemoryAmount(share=budget.share) if budget.share is not None else None,
+        memory_bytes=budget.memory_bytes,
+        num_draft_tokens=num_draft_tokens,
+        draft_dense=DraftDense.TARGET,
+        precision=Precision.NESTED,
+    )
+    plan = choose_plan(facts, wishes, None)[0]
+    is_cached = plan.draft_experts is DraftExperts.CACHED
+    if num_draft_tokens > MAX_CACHED_DRAFT_TOKENS and is_cached:
+        return plan_for(facts, budget, MAX_CACHED_DRAFT_TOKENS)
+    return plan
+
+
 class Decoding:
     """Runs of one shape.
 
@@ -114,8 +153,7 @@ class Decoding:
         self._num_rows = NUM_PROMPT_TOKENS + 2 * num_tokens + 4 * (shape.num_draft_tokens + 1)
         limit_memory(None)
         self._model = make_backbone(shape.config(), DEVICE)
-        config = self._config("everything", 0, None)
-        self._facts = facts_of(shape.config(), config, layout=Int4Layout.ROWS.value)
+        self._facts = facts_for(shape, context_length=self._num_rows)
         self._routing = make_routing(
             num_layers=shape.num_layers,
             num_experts=shape.num_experts,
@@ -145,40 +183,16 @@ class Decoding:
             "left out": "predictor heads, which would have to be trained",
         }
 
-    def _config(self, row: str, num_draft_tokens: int, rate: float | None) -> EngineConfig:
-        fields = {"num_draft_tokens": num_draft_tokens} | ROWS[row]
-        return EngineConfig(
-            precision=Precision.NESTED,
-            context_length=self._num_rows,
-            link=LinkConfig(bytes_per_s=rate),
-            compile_mode=CompileMode.OFF,
-            draft_dense=DraftDense.TARGET,
-            prefill_chunk_tokens=NUM_PROMPT_TOKENS,
-            gpu=0,
-            **fields,
-        )
-
-    def _plan(self, budget: Budget, num_draft_tokens: int) -> MemoryPlan:
-        amount = MemoryAmount(share=budget.share) if budget.share is not None else None
-        wishes = PlanWishes(
-            budget=amount,
-            memory_bytes=budget.memory_bytes,
-            num_draft_tokens=num_draft_tokens,
-            draft_dense=DraftDense.TARGET,
-            precision=Precision.NESTED,
-        )
-        return choose_plan(self._facts, wishes, None)[0]
-
     def setting(self, case: Case) -> Setting:
         """Plans a run as the engine would."""
         wanted = ROWS[case.row].get("num_draft_tokens", self.shape.num_draft_tokens)
-        plan = self._plan(case.budget, wanted)
-        if wanted > MAX_CACHED_DRAFT_TOKENS and plan.draft_experts is DraftExperts.CACHED:
-            plan = self._plan(case.budget, MAX_CACHED_DRAFT_TOKENS)
+        plan = plan_for(self._facts, case.budget, wanted)
         return Setting(
             shape=self.shape,
             model=self._model,
-            config=self._config(case.row, plan.num_draft_tokens, LINKS[case.link]),
+            config=config_for(
+                case.row, plan.num_draft_tokens, LINKS[case.link], context_length=self._num_rows
+            ),
             plan=plan,
             routing=self._routing,
             host=self._host,

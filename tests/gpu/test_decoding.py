@@ -9,17 +9,21 @@ import pytest
 pytest.importorskip("triton", reason="triton has no wheel for this system")
 
 from gpu import replay
+from gpu.card import GIB
 from gpu.decoding import (
     BUDGETS,
     ROWS,
+    Budget,
     Case,
     Decoding,
     add_gaps,
     best_row,
     cases,
     describe_decoding,
+    facts_for,
+    plan_for,
 )
-from gpu.shapes import SMALL
+from gpu.shapes import SHAPES, SMALL
 
 LINK = "link as it is"
 
@@ -107,6 +111,23 @@ def test_cases_begin_with_the_links_own_rate_and_have_each_row_once() -> None:
     assert [case.row for case in found[:4]] == list(ROWS)
     assert len({case.name for case in found}) == len(found)
     assert [case.link for case in found].index("held to PCIe 4") == 2 * len(ROWS)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_plan_of_a_real_shape_stays_within_the_memory_and_has_slots_for_a_layer(name: str) -> None:
+    shape = SHAPES[name]
+    facts = facts_for(shape, context_length=256)
+
+    for size in (8, 12):
+        budget = Budget(name="", memory_bytes=size * GIB)
+        for k in (0, shape.num_draft_tokens):
+            plan = plan_for(facts, budget, k)
+
+            assert plan.total_bytes <= size * GIB
+            assert shape.num_layers * shape.top_k <= plan.num_slots < facts.num_experts
+            # The draft of all experts, where it fits, has the paper's K.
+            is_whole = plan.draft_bytes == facts.all_draft_bytes
+            assert plan.num_draft_tokens == (k if is_whole or not k else 2)
 
 
 def test_run_on_a_card_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
