@@ -82,6 +82,9 @@ def test_check_finds_every_truth_true(checked: Checked) -> None:
     assert len(truths) == 5
     assert [found["holds"] for found in truths.values()] == [True, True, True, True, None]
     assert checked.printed.count(" true ") >= 4
+    drafts = [found for name, found in truths.items() if name.startswith("K = 3")]
+    # Where everything stands, or nothing, a fault in accepting would not show.
+    assert all(0 < found["num_accepted"] < found["num_drafted"] for found in drafts)
 
 
 def test_check_decodes_every_row_under_every_budget_and_link(checked: Checked) -> None:
