@@ -32,10 +32,13 @@ import argparse
 import gc
 import json
 import statistics
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from decode import (
@@ -47,6 +50,7 @@ from decode import (
     run_transformers,
 )
 from decode import Row as Replies
+from gap import bound_ms, gap_closed
 from mira_app.paths import cache_dir, data_dir
 from mira_engine.config import EngineConfig, LinkConfig, MemoryAmount
 from mira_engine.engine import Engine
@@ -252,14 +256,14 @@ def report(
     bounds = {}
     for name, row in rows.items():
         compute = bench.compute_ms(row.num_draft_tokens, kept)
-        link_ms = 1e3 * row.bytes_per_token / rate if rate else 0.0
-        bounds[name] = max(compute, link_ms)
+        bounds[name] = bound_ms(compute, row.bytes_per_token, rate)
     lru, bound = rows["lru"].tpot_ms, bounds["everything"]
     for name, row in rows.items():
         stats = row.replies.stats
         rounds = sum(s.num_rounds for s in stats)
         ahead = sum(s.num_records_prefetched for s in stats)
         used = sum(s.num_prefetch_used for s in stats)
+        gap = gap_closed(lru, row.tpot_ms, bound)
         cells = (
             name,
             f"{row.tpot_ms:.1f}",
@@ -269,14 +273,15 @@ def report(
             f"{sum(s.num_accepted for s in stats) / rounds:.2f}" if rounds else "-",
             str(row.num_draft_tokens),
             f"{bounds[name]:.1f}",
-            f"{(lru - row.tpot_ms) / (lru - bound):.0%}" if lru > bound else "-",
+            f"{gap:.0%}" if gap is not None else "-",
         )
         print(("{:<12}" + "{:>9}" * 8).format(*cells))
     whole = rows["everything"].tpot_ms
+    gap = gap_closed(lru, whole, bound)
     return {
         "tpot_ms": round(whole, 2),
         "speedup_over_lru": round(lru / whole, 3),
-        "gap_closed": round((lru - whole) / (lru - bound), 3) if lru > bound else None,
+        "gap_closed": round(gap, 3) if gap is not None else None,
         "bound_ratio": round(whole / bound, 3),
         "best_other_over_it": round(
             min(row.tpot_ms for name, row in rows.items() if name != "everything") / whole, 3
