@@ -215,9 +215,9 @@ def _notes_on_weights(home: ModelHome) -> list[str]:
     is_indexed = (folder / INDEX_FILE).is_file()
     if not is_indexed and any(folder.glob("*.safetensors")):
         return []  # Weights without an index are read as they lie there.
-    what = (
-        "Some weights of this model are missing" if is_indexed else "No weights of this model are"
-    )
+    what = "No weights of this model are"
+    if is_indexed:
+        what = "Some weights of this model are not"
     return [
         f"{what} here: sizes and speeds follow from its config.json alone; whether the weights "
         "can be read is not known."
