@@ -21,7 +21,7 @@ _BEST = ("at", "fastest", "K", "hits", "TPOT")
 
 def report_lines(report: SimulationReport) -> Iterator[str]:
     """Yields the report's lines."""
-    subject = f"{report.model}, routing of {report.title}" if report.model else report.title
+    subject = f"{report.model}; routing: {report.title}" if report.model else report.title
     yield (
         f"{subject}: {report.num_layers} layers, {report.top_k} of {report.num_experts} "
         f"experts; draft acceptance {report.acceptance:.3f}, fidelity {report.fidelity:.3f}. "

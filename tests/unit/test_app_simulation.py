@@ -171,7 +171,7 @@ def test_unknown_model_names_the_nearest_of_the_catalog(tmp_path):
 def test_table_has_each_card_and_memory_and_then_the_fastest_of_each(simulated):
     text = simulated(card=list(CARDS), memory=["4GiB", "6GiB"])
     lines = text.splitlines()
-    assert lines[0].startswith("Built-in model, routing of synthetic: 4 layers, 2 of 16 experts")
+    assert lines[0].startswith("Built-in model; routing: synthetic: 4 layers, 2 of 16 experts")
     places = [
         f"{find_machine(card).name}, {memory}.0 GiB of memory, link 25.2 GB/s"
         for card in CARDS

@@ -18,7 +18,7 @@ _JSON_HELP = (
 )
 
 
-@takes_settings("model", "precision", "context", "k", "seed")
+@takes_settings("precision", "context", "k", "seed")
 def simulate(
     flags: Flags,
     card: Annotated[
@@ -37,6 +37,15 @@ def simulate(
     budget: Annotated[
         list[str] | None,
         option("--budget", metavar="300MiB|40%", help="What experts may hold; repeatable."),
+    ] = None,
+    model: Annotated[
+        str | None,
+        option(
+            "--model",
+            metavar="M",
+            help="Plan for this model: a name or title of the catalog, `builtin`, `owner/name` of "
+            "the hub, or a folder with at least a config.json.",
+        ),
     ] = None,
     trace: Annotated[
         str | None,
