@@ -57,7 +57,8 @@ chat: $(VENV)/.app
 test: lint
 	@$(MAKE) --no-print-directory --jobs=2 --keep-going test-app test-engine
 
-APP_TESTS := tests/tui tests/unit tests/property tests/e2e
+# Some of the engine's folders are with the app's, so that both halves take about as long.
+APP_TESTS := tests/tui tests/unit tests/property tests/e2e tests/kernels tests/gptq tests/simulator
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 test-app: $(VENV)/.test
