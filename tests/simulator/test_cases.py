@@ -168,8 +168,32 @@ def test_draft_tokens_and_acceptance_follow_the_plan_unless_given():
     given, _ = simulate(SimulationRequest(**fields, num_draft_tokens=k, acceptance=1.0)).rows
     assert given.num_draft_tokens == k
     assert given.tokens_per_round > 0.7 * (k + 1)
-    fewer, _ = simulate(SimulationRequest(**fields, num_draft_tokens=k)).rows
-    assert fewer.tokens_per_round < given.tokens_per_round
+
+
+def test_draft_with_some_experts_is_accepted_less_often_unless_said_otherwise():
+    case = case_at(0.5, draft_experts=DraftExperts.CACHED)
+    whole = replace(case, draft=replace(case.draft, acceptance_share=1.0))
+
+    def tokens_per_round(case, **fields):
+        request = SimulationRequest(
+            cases=(case,),
+            policies=("mira+lookahead",),
+            num_tokens=200,
+            num_draft_tokens=4,
+            **fields,
+        )
+        return simulate(request).rows[0].tokens_per_round
+
+    assert tokens_per_round(case) < 0.9 * tokens_per_round(whole)
+    assert tokens_per_round(case, acceptance=0.8) == tokens_per_round(whole, acceptance=0.8)
+
+
+def test_number_of_draft_tokens_by_hand_is_also_that_of_a_draft_of_another_kind():
+    case = replace(case_at(0.5), draft=None)
+    request = SimulationRequest(
+        cases=(case,), policies=("specmoeoff",), num_tokens=16, num_draft_tokens=6
+    )
+    assert simulate(request).rows[0].num_draft_tokens == 6
 
 
 # -- a sweep over cards and memories ----------------------------------------------------------

@@ -14,8 +14,16 @@ from mira_app.catalog_configs import find_entry
 from mira_app.machines import find_machine
 from mira_app.settings import load_settings
 from mira_app.simulation import run_simulation
+from mira_app.simulation_report import report_lines
 from mira_assets.models import load_models
-from mira_engine.api import BudgetError, ConfigError, Precision, UnknownModelError
+from mira_engine.api import (
+    BudgetError,
+    ConfigError,
+    Precision,
+    SimulationReport,
+    SimulationRow,
+    UnknownModelError,
+)
 from plan_scenes import FACTS, MIB, FakePlanningClient
 
 OLMOE = "allenai/OLMoE-1B-7B-0924-Instruct"
@@ -182,6 +190,30 @@ def test_table_has_each_card_and_memory_and_then_the_fastest_of_each(simulated):
     assert [line.split(" GB/s")[0] + " GB/s" for line in best] == places
     assert all(re.search(r" (lru|mira\+lookahead) +\d+ +[\d.]+ +[\d.]+ ms$", line) for line in best)
     assert "note: True of all." in lines
+
+
+def test_fastest_policy_is_one_that_can_be_run():
+    def row(policy, memory, tpot_s, **fields):
+        return SimulationRow(
+            policy=policy, machine="card", memory=memory, slots_per_layer=2.0, memory_share=0.5,
+            link_bytes_per_s=2e10, hit_rate=0.5, prefetched_share=0.0, bytes_per_token=1e6,
+            stall_s=0.0, tpot_s=tpot_s, tokens_per_round=1.0, **fields,
+        )  # fmt: skip
+
+    rows = [
+        row(policy, memory, tpot_s, **fields)
+        for memory in ("4 GiB", "6 GiB")
+        for policy, tpot_s, fields in (
+            ("lru", 0.3, {}), ("belady", 0.1, {"is_bound": True}), ("lfu", 0.2, {}),
+        )
+    ]  # fmt: skip
+    report = SimulationReport(
+        title="t", num_layers=1, num_experts=8, top_k=2, acceptance=0.8, fidelity=0.9,
+        rows=tuple(rows),
+    )  # fmt: skip
+    assert [line.split() for line in list(report_lines(report))[-2:]] == [
+        f"card, {memory} GiB, link 20 GB/s lfu 0 0.500 200.0 ms".split() for memory in (4, 6)
+    ]
 
 
 def test_single_place_needs_no_table_of_the_fastest(simulated):
