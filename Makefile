@@ -57,7 +57,9 @@ chat: $(VENV)/.app
 test: lint
 	@$(MAKE) --no-print-directory --jobs=2 --keep-going test-app test-engine
 
-APP_TESTS := tests/tui tests/unit tests/property tests/e2e
+# Some of the engine's folders are with the app's, so that both halves take about as long.
+SHORT_ENGINE_TESTS := tests/kernels tests/gptq tests/simulator tests/predictor tests/families
+APP_TESTS := tests/tui tests/unit tests/property tests/e2e $(SHORT_ENGINE_TESTS)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 test-app: $(VENV)/.test

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -120,6 +125,21 @@ def client_environment(server: hub_server.FakeHub, folder: Path) -> dict[str, st
         "HF_HUB_CACHE": str(folder / "cache"),
         "HF_HUB_OFFLINE": "0",
     }
+
+
+@contextlib.contextmanager
+def forking_child(
+    script: Path, server: hub_server.FakeHub, folder: Path
+) -> Iterator[subprocess.Popen[str]]:
+    """A process that forks one for each preparation; the client's settings come by environment."""
+    environment = os.environ | client_environment(server, folder)
+    with subprocess.Popen(
+        [sys.executable, str(script)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
+    ) as process:  # fmt: skip
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
 
 
 def hashes(home: ModelHome) -> dict[str, str]:

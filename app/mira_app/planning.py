@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mira_engine.api import BudgetError, MiraError, PlanMade, PlanModel
+from mira_engine.api import (
+    BudgetError,
+    EngineConfig,
+    MachineRates,
+    MiraError,
+    PlanMade,
+    PlanModel,
+)
 
 from .engine_client import EngineClient
 from .machines import find_machine
@@ -63,14 +70,43 @@ class PlanReporter:
     def _ask(self, settings: Settings, make_client: Callable[[], EngineClient]) -> PlanMade:
         machine = find_machine(self._machine) if self._machine is not None else None
         with make_client() as client:
-            call = client.submit(
-                PlanModel(
-                    request_id=client.new_request_id(),
-                    model=settings.model,
-                    config=settings.engine,
-                    machine=machine,
-                    is_compact_allowed=self._is_compact_allowed,
-                )
+            return ask_plan(
+                client,
+                settings.model,
+                settings.engine,
+                machine,
+                is_compact_allowed=self._is_compact_allowed,
             )
-            made = [event for event in call if isinstance(event, PlanMade)]
-        return made[-1]
+
+
+def ask_plan(
+    client: EngineClient,
+    model: str,
+    config: EngineConfig,
+    machine: MachineRates | None,
+    *,
+    is_compact_allowed: bool = False,
+) -> PlanMade:
+    """Asks the engine for a plan and waits for it.
+
+    Args:
+        client: The engine process.
+        model: As `PlanModel` takes it.
+        config: What was asked for.
+        machine: `None` for this one, which is measured.
+        is_compact_allowed: Whether INT4 experts as the target may be chosen.
+
+    Raises:
+        MiraError: There is no plan, not even one that refuses.
+    """
+    call = client.submit(
+        PlanModel(
+            request_id=client.new_request_id(),
+            model=model,
+            config=config,
+            machine=machine,
+            is_compact_allowed=is_compact_allowed,
+        )
+    )
+    made = [event for event in call if isinstance(event, PlanMade)]
+    return made[-1]

@@ -1,17 +1,23 @@
-"""`mira-chat simulate`: from flags to a comparison, and its table."""
+"""`mira-chat simulate`: from flags to a comparison."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, TextIO
 
 from mira_engine.api import ConfigError, MemoryAmount, to_plain
 
+from .card_cases import PLANNING_FLAGS
+from .sanitise import sanitise
 from .setting_parsers import parse_rate
+from .simulation_report import report_lines
 
 if TYPE_CHECKING:
     from mira_engine.api import SimulationReport, SimulationRequest, SimulationRow
+
+    from .card_cases import CasePlanner
 
 _NAMES = {
     "trace": "trace_path",
@@ -25,34 +31,54 @@ _NAMES = {
 
 
 def run_simulation(
-    flags: Mapping[str, object], *, is_json: bool, out: TextIO, err: TextIO
+    flags: Mapping[str, object],
+    *,
+    is_json: bool,
+    out: TextIO,
+    err: TextIO,
+    planner: CasePlanner | None = None,
 ) -> SimulationReport:
     """Simulates what the flags name and prints it.
+
+    Args:
+        flags: By name; `None` was not given.
+        is_json: Whether the report is printed as one JSON object.
+        out: Takes the report.
+        err: Takes what is under way, where that is a terminal.
+        planner: Plans for cards and memories; not used where the flags name none.
 
     Raises:
         ConfigError: A flag cannot be used.
         TraceError: A trace cannot be read.
+        MiraError: A plan was asked for and there is none.
     """
     from mira_engine.api import simulate
 
-    def on_row(row: SimulationRow) -> None:
+    def tell(text: str) -> None:
         if err.isatty():
-            print(
-                f"\r{row.policy} at {row.slots_per_layer:g} …\033[K", end="", file=err, flush=True
-            )
+            print(f"\r{text}\033[K", end="", file=err, flush=True)
 
-    report = simulate(simulation_request(flags), on_row)
-    if err.isatty():
-        print("\r\033[K", end="", file=err, flush=True)
+    def on_row(row: SimulationRow) -> None:
+        tell(f"{row.policy} at {', '.join(filter(None, (row.machine, row.memory)))} …")
+
+    request, notes = simulation_request(flags), ()
+    if planner is not None and any(map(flags.get, PLANNING_FLAGS)):
+        tell("planning …")
+        planned = planner.plan(flags)
+        request, notes = dataclasses.replace(request, cases=planned.cases), planned.notes
+    report = simulate(request, on_row)
+    report = dataclasses.replace(report, notes=(*report.notes, *notes))
+    tell("")
     if is_json:
         print(json.dumps(to_plain(report)), file=out)
     else:
-        print_report(report, out)
+        for line in report_lines(report):
+            print(sanitise(line), file=out)
     return report
 
 
 def simulation_request(flags: Mapping[str, object]) -> SimulationRequest:
-    """Builds the request; a flag that is `None` was not given."""
+    """Builds the request, without cards; a flag that is `None` was not given."""
     from mira_engine.api import SimulationRequest
 
     fields = {_NAMES[n]: v for n, v in flags.items() if n in _NAMES and v is not None}
@@ -72,37 +98,3 @@ def simulation_request(flags: Mapping[str, object]) -> SimulationRequest:
         if value is not None:
             fields[field] = float(value) / 1e3  # type: ignore[arg-type]
     return SimulationRequest(**fields)  # type: ignore[arg-type]
-
-
-def print_report(report: SimulationReport, out: TextIO) -> None:
-    """Prints one table for each link and cache."""
-    print(
-        f"{report.title}: {report.num_layers} layers, {report.top_k} of {report.num_experts} "
-        f"experts; draft acceptance {report.acceptance:.3f}, fidelity {report.fidelity:.3f}. "
-        "Virtual time.",
-        file=out,
-    )
-    head = ("policy", "slots", "memory", "hits", "ahead", "MiB/token", "stall", "TPOT", "tokens")
-    first_policy = report.rows[0].policy
-    for row in report.rows:
-        if row.policy == first_policy:
-            print(f"\nlink {row.link_bytes_per_s / 1e9:g} GB/s", file=out)
-            print(_LINE.format(*head), file=out)
-        print(
-            _LINE.format(
-                row.policy,
-                f"{row.slots_per_layer:g}",
-                f"{row.memory_share:.0%}",
-                f"{row.hit_rate:.3f}",
-                f"{row.prefetched_share:.3f}",
-                f"{row.bytes_per_token / 2**20:.1f}",
-                f"{1e3 * row.stall_s:.1f} ms",
-                f"{1e3 * row.tpot_s:.1f} ms",
-                f"{row.tokens_per_round:.2f}",
-            ),
-            file=out,
-        )
-
-
-_LINE = "{:<22}" + "{:>8}" * 4 + "{:>11}" + "{:>11}" * 2 + "{:>8}"
-"""One row; `slots` and `tokens` are whole experts a layer and new tokens a target pass."""

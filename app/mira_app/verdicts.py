@@ -16,7 +16,6 @@ import json
 import math
 import os
 import platform
-import re
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -38,7 +37,8 @@ from mira_engine.api import (
     to_plain,
 )
 
-from .catalog import CatalogEntry, ModelState
+from .catalog import CatalogEntry
+from .catalog_configs import plannable_name
 from .engine_call import EngineCall
 from .engine_client import EngineClient
 from .state_files import read_json, write_json
@@ -257,7 +257,7 @@ class VerdictBoard:
 
     def _ask(self, model: str) -> None:
         entry = self._waiting.pop(model)
-        name = self._plannable(entry)
+        name = plannable_name(entry, self._cache_dir)
         if name is None:
             self._unknown.add(model)
             return
@@ -298,20 +298,6 @@ class VerdictBoard:
         self._unknown |= {model, *self._waiting}
         self._waiting = {}
         self._release()
-
-    def _plannable(self, entry: CatalogEntry) -> str | None:
-        """Returns what the engine can plan, or `None` where nothing is known yet."""
-        if entry.state is not ModelState.AVAILABLE or entry.facts is None:
-            is_hub_name = entry.state is ModelState.AVAILABLE and "/" in entry.model
-            return None if is_hub_name else entry.model
-        if not entry.facts.config:
-            return None
-        folder = self._cache_dir / "catalog" / re.sub(r"[^\w.-]", "--", entry.model)
-        path = folder / "config.json"
-        config = dict(entry.facts.config)
-        if read_json(path) != config and not write_json(path, config):
-            return None
-        return str(folder)
 
     # -- what is kept
 

@@ -115,7 +115,9 @@ if typing.TYPE_CHECKING:
 
     from .library import ModelHome, ModelLibrary
     from .model.reply_parts import THINK_TAGS, ThinkTags
-    from .simulator.sweep import SimulationReport, SimulationRequest, SimulationRow
+    from .simulator.cases import SimulationCase
+    from .simulator.report import SimulationReport, SimulationRow
+    from .simulator.sweep import SimulationRequest
 
 __all__ = [
     "DEFAULT_EVALUATION_TOKENS",
@@ -200,6 +202,7 @@ __all__ = [
     "Rounding",
     "SamplingConfig",
     "Shutdown",
+    "SimulationCase",
     "SimulationReport",
     "SimulationRequest",
     "SimulationRow",
@@ -217,6 +220,7 @@ __all__ = [
     "encode",
     "error_from_fields",
     "format_bytes",
+    "planned_case",
     "simulate",
     "system_memory",
     "to_plain",
@@ -229,10 +233,18 @@ def __getattr__(name: str) -> object:
         from . import library
 
         return getattr(library, name)
-    if name in ("SimulationReport", "SimulationRequest", "SimulationRow"):
+    if name in ("SimulationReport", "SimulationRow"):
+        from .simulator import report
+
+        return getattr(report, name)
+    if name == "SimulationRequest":
         from .simulator import sweep
 
-        return getattr(sweep, name)
+        return sweep.SimulationRequest
+    if name == "SimulationCase":
+        from .simulator import cases
+
+        return cases.SimulationCase
     if name in ("THINK_TAGS", "ThinkTags"):
         from .model import reply_parts
 
@@ -254,6 +266,22 @@ def default_engine_command(data_dir: Path, cache_dir: Path | None = None) -> lis
     if cache_dir is not None:
         command += ["--cache-dir", str(cache_dir)]
     return command
+
+
+def planned_case(made: PlanMade, *, model: str, memory: str) -> SimulationCase | None:
+    """Takes what a simulation needs of a machine and its memory out of a plan for them.
+
+    Args:
+        made: The plan.
+        model: Its title.
+        memory: What was asked for, for people.
+
+    Returns:
+        The case, `None` where no whole expert of the target fits.
+    """
+    from .simulator import cases
+
+    return cases.planned_case(made, model=model, memory=memory)
 
 
 def simulate(

@@ -36,6 +36,7 @@ from .values import DepthResult as DepthResult
 from .values import KProfile as KProfile
 from .values import MemoryPlan as MemoryPlan
 from .values import PlanAlternative as PlanAlternative
+from .values import PlannedSteps as PlannedSteps
 from .values import ReplyStats as ReplyStats
 
 PROTOCOL_VERSION = 1
@@ -153,6 +154,7 @@ class PlanMade:
         hint: What to do about it.
         measured: What a profile measured here for just such a load, with the K that would be
             used; `None` without a profile.
+        steps: What single steps should take; `None` where nothing fits.
     """
 
     request_id: str
@@ -167,6 +169,7 @@ class PlanMade:
     refusal: str = ""
     hint: str = ""
     measured: DepthResult | None = None
+    steps: PlannedSteps | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,8 @@ from transformers import PreTrainedConfig
 
 from .checkpoint.architecture import load_config
 from .checkpoint.builtin import builtin_config
+from .checkpoint.hub import is_complete
+from .checkpoint.shards import INDEX_FILE
 from .checkpoint.store import ExpertStore
 from .checkpoint.writing import disk_errors
 from .config import EngineConfig, MachineRates, MemoryAmount, format_bytes
@@ -34,6 +36,7 @@ from .policy.alternatives import (
 )
 from .policy.budget import ModelFacts, room_for_experts
 from .policy.cost_model import usual_expectations
+from .policy.planned_steps import planned_steps
 from .predictor.bank import predictors_bytes
 from .profiles import ProfileKey, load_profile
 from .runtime.probe import (
@@ -77,6 +80,7 @@ def plan_model(
     if rates.is_gpu:
         facts = replace(facts, draft_copy_bytes=0)  # Split layers are the processor's.
     memory_bytes, notes = _memory(config, rates)
+    notes = [*_notes_on_weights(home), *notes]
     budget = config.budget
     if budget is None and config.memory_bytes is None and request.machine is None:
         budget, note = usual_budget(facts, memory_bytes)
@@ -113,6 +117,7 @@ def plan_model(
         refusal=error.message if error else "",
         hint=error.hint if error else "",
         measured=None if request.machine else _measured(home, config, facts, budget, notes),
+        steps=planned_steps(facts, rates, alternatives, num_cached_tokens=wishes.num_prompt_tokens),
     )
 
 
@@ -200,6 +205,23 @@ def _memory(config: EngineConfig, rates: MachineRates) -> tuple[int, list[str]]:
             f"--memory is more than there is: {format_bytes(rates.device_memory_bytes)}."
         ]
     return config.memory_bytes, []
+
+
+def _notes_on_weights(home: ModelHome) -> list[str]:
+    """Says so where nothing but a configuration stands behind the figures."""
+    folder = home.checkpoint_dir
+    if home.is_builtin or home.ready_precisions or is_complete(folder):
+        return []
+    is_indexed = (folder / INDEX_FILE).is_file()
+    if not is_indexed and any(folder.glob("*.safetensors")):
+        return []  # Weights without an index are read as they lie there.
+    what = "No weights of this model are"
+    if is_indexed:
+        what = "Some weights of this model are not"
+    return [
+        f"{what} here: sizes and speeds follow from its config.json alone; whether the weights "
+        "can be read is not known."
+    ]
 
 
 def _notes_on_host(facts: ModelFacts, rates: MachineRates) -> list[str]:

@@ -107,6 +107,33 @@ class PlanAlternative:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedSteps:
+    """What single steps of a planned model should take there; simulations are made of them.
+
+    Attributes:
+        num_layers: MoE layers.
+        num_experts: Routed experts of each.
+        top_k: Experts of a token in each.
+        record_bytes: One whole expert of the target.
+        token_s: Predicted seconds of a target token whose experts are all resident.
+        experts_s: Of those, seconds of its experts.
+        draft_s: Predicted seconds of a draft token.
+        link_bytes_per_s: Rate at which records come, those included that lie on the disk.
+        link_latency_s: Seconds of a record beside its bytes.
+    """
+
+    num_layers: int
+    num_experts: int
+    top_k: int
+    record_bytes: int
+    token_s: float
+    experts_s: float
+    draft_s: float
+    link_bytes_per_s: float
+    link_latency_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReplyStats:
     """Figures of one reply, so far or at its end. Every panel and `--json` reads these.
 

@@ -32,6 +32,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from decode import PROMPTS
 from mira_app.paths import cache_dir, data_dir
 from mira_engine.config import EngineConfig, LinkConfig, MemoryAmount, SamplingConfig
 from mira_engine.engine import Engine
@@ -45,13 +46,6 @@ from mira_engine.simulator.workload import recorded_rounds
 from mira_engine.trace import RoutingTrace, TracedPass, TracedRound, read_trace
 from mira_engine.types import CompileMode, Eviction, ExpertId, Phase, Precision
 
-PROMPTS = (
-    "Explain what a cache is.",
-    "Write a Python function that reverses a list.",
-    "Tell me a short story about a lighthouse.",
-    "What are the main differences between cats and dogs?",
-    "Give me three tips for learning to cook.",
-)
 BUDGETS = (0.6, 0.75, 0.9)
 DRAFT_TOKENS = (0, 2, 4)
 

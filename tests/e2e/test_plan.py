@@ -45,3 +45,26 @@ def test_plan_that_fits_nothing_prints_the_table_and_exits_2(data_dir):
     assert "MiB short" in done.stderr
     assert "hint: Give at least --memory" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_simulation_on_cards_plans_with_the_engine_and_needs_no_model(data_dir):
+    cards = ("--card", "rtx-3070", "--card", "rtx-4090", "--memory", "1GiB")
+    budgets = ("--budget", "50MiB", "--budget", "40%", "--max-tokens", "4")
+    policies = ("--policy", "lru", "--policy", "mira+lookahead", "--json")
+    done = subprocess.run(
+        [sys.executable, "-m", "mira_app.cli", "simulate", *cards, *budgets, *policies],
+        capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert (told["num_layers"], told["num_experts"], told["top_k"]) == (30, 16, 2)
+    assert "SmolLM2" in told["model"]
+    places = dict.fromkeys((row["machine"], row["memory"]) for row in told["rows"])
+    assert [memory for _, memory in places] == 2 * [
+        "1.0 GiB of memory, 50.0 MiB for experts", "1.0 GiB of memory, 40% for experts",
+    ]  # fmt: skip
+    for row in told["rows"]:
+        if row["memory"].endswith("40% for experts"):
+            # A record of both planes is a little more than the expert in INT8.
+            assert 0.36 < row["slots_per_layer"] / 16 <= row["memory_share"] <= 0.4
+    assert not (data_dir / "models").exists()

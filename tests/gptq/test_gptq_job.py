@@ -211,6 +211,26 @@ def test_prepare_with_nearest_gives_the_draft_up(here, home_of, make):
     assert {path.name for path in (home.root / "stores").iterdir()} == {"nested"}
 
 
+def test_draft_that_is_given_up_is_used_until_the_other_store_is_whole(here, home_of, make):
+    home = home_of()
+    make(home)
+    chosen, seen = record(home), []
+    with pytest.raises(CancelledError):
+        prepare(
+            home,
+            Precision.NESTED,
+            draft=Rounding.NEAREST,
+            on_progress=lambda step, *args: seen.append(step),
+            is_cancelled=lambda: seen.count("convert") > NUM_EXPERTS,
+        )
+    assert home.nearest_store_dir(Precision.NESTED).exists()
+    assert home.is_ready(Precision.NESTED)
+    assert (manifest(home).rounding, record(home)) == (Rounding.GPTQ, chosen)
+    again(home, draft=Rounding.NEAREST)
+    assert manifest(home).rounding is Rounding.NEAREST
+    assert {path.name for path in (home.root / "stores").iterdir()} == {"nested"}
+
+
 def test_other_weights_take_the_draft_with_them(here, tmp_path, make):
     folder = tiny_models.save_tiny("gpt_oss", tmp_path / "model", seed=0)
     tiny_models.tiny_tokenizer(folder)

@@ -1,46 +1,21 @@
 """The store with chosen codes: written, gone on with, put in place."""
 
 import json
+import pathlib
+import shutil
 
 import pytest
 import torch
+from chosen_codes import FakeChooser, write_chosen
 from mira_engine.checkpoint import gptq_store
 from mira_engine.checkpoint.convert import checkpoint_revision, planned_manifest
 from mira_engine.checkpoint.experts import CheckpointExperts
 from mira_engine.checkpoint.files import MANIFEST_FILE
 from mira_engine.checkpoint.progress import Progress
-from mira_engine.checkpoint.quantised_expert import QuantisedExpert
-from mira_engine.checkpoint.store import ExpertStore, StoreManifest, StoreWriter
-from mira_engine.errors import CancelledError
+from mira_engine.checkpoint.store import ExpertStore, StoreManifest
+from mira_engine.errors import CancelledError, PrepareError
 from mira_engine.library import ModelLibrary
 from mira_engine.types import Plane, Precision, Rounding
-
-
-class FakeChooser:
-    """Gives every matrix codes that tell the expert; refuses those in `refused`."""
-
-    def __init__(self, group_size=32, refused=()):
-        self.group_size = group_size
-        self.refused = set(refused)
-        self.asked = []
-
-    def choose(self, layer, expert, tensors):
-        self.asked.append((layer, expert))
-        if (layer, expert) in self.refused:
-            return None
-        parts = {}
-        for name in ("up", "down"):
-            matrix = getattr(tensors, name)
-            parts[f"{name}_codes"] = torch.full(matrix.shape, expert % 8, dtype=torch.int8)
-            parts[f"{name}_scales"] = torch.ones(
-                matrix.shape[0], matrix.shape[1] // self.group_size
-            )
-        return QuantisedExpert(
-            group_size=self.group_size,
-            up_bias=tensors.up_bias,
-            down_bias=tensors.down_bias,
-            **parts,
-        )
 
 
 @pytest.fixture
@@ -59,18 +34,11 @@ def case(tiny_checkpoint, tmp_path):
     return make
 
 
-def write(home, checkpoint, planned, chooser, progress=None):
-    folder = gptq_store.unfinished_dir(home, planned.precision)
-    writer = StoreWriter(folder, gptq_store.chosen_manifest(planned, "some prompts"))
-    gptq_store.write_store(checkpoint, writer, planned.precision, chooser, progress or Progress())
-    return writer
-
-
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "nemotron_h"])
 @pytest.mark.parametrize("precision", [Precision.INT4, Precision.NESTED])
 def test_store_holds_the_codes_that_were_chosen(case, family, precision):
     home, checkpoint, planned = case(family, precision)
-    write(home, checkpoint, planned, FakeChooser(planned.group_size))
+    write_chosen(home, checkpoint, planned, FakeChooser(planned.group_size))
     gptq_store.put_in_place(home, precision)
     store = ExpertStore.open(home.store_dir(precision))
     store.verify()
@@ -87,7 +55,7 @@ def test_store_holds_the_codes_that_were_chosen(case, family, precision):
 
 def test_manifest_says_how_codes_were_chosen(case):
     home, checkpoint, planned = case()
-    write(home, checkpoint, planned, FakeChooser())
+    write_chosen(home, checkpoint, planned, FakeChooser())
     gptq_store.put_in_place(home, Precision.INT4)
     manifest = StoreManifest.from_file(home.store_dir(Precision.INT4) / MANIFEST_FILE)
     assert (manifest.rounding, manifest.calibration) == (Rounding.GPTQ, "some prompts")
@@ -96,7 +64,7 @@ def test_manifest_says_how_codes_were_chosen(case):
 
 def test_manifest_of_an_older_store_says_nearest(case):
     home, checkpoint, planned = case()
-    write(home, checkpoint, planned, FakeChooser())
+    write_chosen(home, checkpoint, planned, FakeChooser())
     path = gptq_store.unfinished_dir(home, Precision.INT4) / MANIFEST_FILE
     raw = json.loads(path.read_text())
     del raw["rounding"], raw["calibration"]
@@ -108,7 +76,7 @@ def test_manifest_of_an_older_store_says_nearest(case):
 
 def test_experts_without_a_choice_are_rounded_to_nearest_and_noted(case):
     home, checkpoint, planned = case()
-    writer = write(home, checkpoint, planned, FakeChooser(refused=[(0, 1), (1, 0), (1, 7)]))
+    writer = write_chosen(home, checkpoint, planned, FakeChooser(refused=[(0, 1), (1, 0), (1, 7)]))
     assert gptq_store.read_fallbacks(writer.folder) == {"0": [1], "1": [0, 7]}
     store = ExpertStore.open(writer.folder)
     expected = store.format.encode(checkpoint.load(1, 7))[Plane.WHOLE]
@@ -125,12 +93,12 @@ def test_store_stopped_in_a_layer_goes_on_behind_the_finished_ones(case):
     )
     first = FakeChooser(refused=[(0, 3)])
     with pytest.raises(CancelledError):
-        write(home, checkpoint, planned, first, progress)
+        write_chosen(home, checkpoint, planned, first, progress)
     assert [args[1] for args in seen] == list(range(12))
     assert {args[0] for args in seen} == {gptq_store.STEP}
     assert {args[2:4] for args in seen} == {(16, "experts")}
     second = FakeChooser()
-    writer = write(home, checkpoint, planned, second)
+    writer = write_chosen(home, checkpoint, planned, second)
     assert second.asked == [(1, expert) for expert in range(8)]
     assert gptq_store.read_fallbacks(writer.folder) == {"0": [3], "1": []}
     assert writer.is_finished
@@ -143,7 +111,7 @@ def test_home_gives_the_chosen_store_only_once_it_is_whole(case):
     assert home.store_dir(Precision.INT4) == nearest
     nearest.mkdir(parents=True)
     (nearest / MANIFEST_FILE).write_text("{}")
-    write(home, checkpoint, planned, FakeChooser())
+    write_chosen(home, checkpoint, planned, FakeChooser())
     assert home.store_dir(Precision.INT4) == nearest
     assert gptq_store.finished_manifest(home, Precision.INT4, planned) is None
     gptq_store.put_in_place(home, Precision.INT4)
@@ -163,3 +131,93 @@ def test_home_gives_the_chosen_store_only_once_it_is_whole(case):
 )
 def test_home_says_which_store_holds_the_draft(case, precision, held):
     assert case()[0].draft_precision(precision) is held
+
+
+# -- put in place -------------------------------------------------------------------------
+
+
+def test_unfinished_store_is_not_put_in_place(case):
+    home, checkpoint, planned = case()
+    nearest = home.nearest_store_dir(Precision.INT4)
+    nearest.mkdir(parents=True)
+    (nearest / MANIFEST_FILE).write_text("{}")
+    seen = []
+    progress = Progress(
+        on_progress=lambda *args: seen.append(args), is_cancelled=lambda: len(seen) > 11
+    )
+    with pytest.raises(CancelledError):
+        write_chosen(home, checkpoint, planned, FakeChooser(), progress)
+    with pytest.raises(PrepareError, match="is no finished store"):
+        gptq_store.put_in_place(home, Precision.INT4)
+    assert home.is_store_finished(Precision.INT4)
+    assert home.store_dir(Precision.INT4) == nearest
+    assert not home.gptq_store_dir(Precision.INT4).exists()
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+NUM_STEPS = 4
+"""Renaming the old store, renaming the new one, deleting the old one's manifest and its files."""
+
+
+@pytest.fixture
+def kill_at(monkeypatch):
+    """Ends the process before its n-th change of a name, an unlinking or a whole folder."""
+
+    def plant(number):
+        steps = []
+
+        def counted(original):
+            def run(*args, **kwargs):
+                steps.append(original.__name__)
+                if len(steps) == number:
+                    raise Killed
+                return original(*args, **kwargs)
+
+            return run
+
+        monkeypatch.setattr(pathlib.Path, "rename", counted(pathlib.Path.rename))
+        monkeypatch.setattr(pathlib.Path, "unlink", counted(pathlib.Path.unlink))
+        monkeypatch.setattr(gptq_store.shutil, "rmtree", counted(shutil.rmtree))
+        return steps
+
+    return plant
+
+
+def whole_stores(home):
+    """Calibrations of the finished INT4 stores that are on the disk, by their folder's name."""
+    found = {}
+    for path in (home.root / "stores").glob(f"*/{MANIFEST_FILE}"):
+        manifest = StoreManifest.from_file(path)
+        if gptq_store._has_all_files(path.parent, manifest):
+            found[path.parent.name] = manifest.calibration
+    return found
+
+
+@pytest.mark.parametrize("step", range(1, NUM_STEPS + 2))
+def test_store_in_use_is_whole_until_the_next_one_has_its_name(case, monkeypatch, kill_at, step):
+    home, checkpoint, planned = case()
+    for calibration in ("old", "new"):
+        write_chosen(home, checkpoint, planned, FakeChooser(), calibration=calibration)
+        if calibration == "old":
+            gptq_store.put_in_place(home, Precision.INT4)
+    steps = kill_at(step)
+    if step > NUM_STEPS:
+        gptq_store.put_in_place(home, Precision.INT4)
+        assert steps == ["rename", "rename", "unlink", "rmtree"]
+    else:
+        with pytest.raises(Killed):
+            gptq_store.put_in_place(home, Precision.INT4)
+    name = home.gptq_store_dir(Precision.INT4).name
+    found = whole_stores(home)
+    assert "new" in found.values()
+    assert found.get(name) == "new" or "old" in found.values()
+    monkeypatch.undo()
+    if found.get(name) != "new":
+        gptq_store.put_in_place(home, Precision.INT4)
+        assert whole_stores(home) == {name: "new"}
+    assert StoreManifest.from_file(home.store_dir(Precision.INT4) / MANIFEST_FILE).calibration == (
+        "new"
+    )

@@ -60,6 +60,40 @@ def test_worker_without_the_library_refuses_before_anything_is_made(
     assert not ModelLibrary(tmp_path).resolve(model).root.exists()
 
 
+@pytest.mark.parametrize("fields", [{"draft": Rounding.GPTQ}, {"draft_from": "some folder"}])
+def test_worker_refuses_deletion_before_a_draft_of_the_same_weights(
+    ask, fake_library, tmp_path, model, fields
+):
+    (failed,) = ask(is_download_deleted=True, **fields)
+    assert isinstance(failed, RequestFailed)
+    assert failed.code == "ConfigError"
+    assert "cannot be deleted" in failed.message
+    assert "--delete-download" in failed.hint
+    assert not ModelLibrary(tmp_path).resolve(model).root.exists()
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_deleted"),
+    [
+        ({"draft": Rounding.GPTQ}, False),
+        ({"draft_from": "some folder"}, False),
+        ({"draft": Rounding.NEAREST}, None),
+        ({"draft": Rounding.NEAREST, "is_download_deleted": True}, True),
+        ({}, None),
+    ],
+)
+def test_worker_keeps_the_download_of_itself_only_where_a_draft_is_made_of_it(
+    ask, fake_library, monkeypatch, fields, is_deleted
+):
+    asked = []
+    monkeypatch.setattr(
+        "mira_engine.prepare.prepare", lambda home, precision, **options: asked.append(options)
+    )
+    monkeypatch.setattr(Worker, "_make_draft", lambda *args: None)
+    assert isinstance(ask(**fields)[-1], PrepareDone)
+    assert [options["is_download_deleted"] for options in asked] == [is_deleted]
+
+
 class FakeAnswerer:
     """Takes what a command asks for."""
 

@@ -5,11 +5,8 @@ of one that was made of a folder.
 """
 
 import json
-import os
 import random
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import hub_server
@@ -17,6 +14,7 @@ import huggingface_hub
 import pytest
 import tiny_models
 import torch
+from chosen_codes import FakeChooser, write_chosen
 from disk_meter import DiskMeter, before_each_fall
 from hub_scenes import (
     REPO,
@@ -24,14 +22,14 @@ from hub_scenes import (
     SHARDS,
     SHORT,
     TOLD_FAULTS,
-    client_environment,
-    client_settings,
+    forking_child,
     hashes,
-    publish,
     whole_bodies,
 )
 from huggingface_hub import constants
-from mira_engine.checkpoint import hub, writing
+from mira_engine.checkpoint import gptq_store, hub, writing
+from mira_engine.checkpoint.convert import checkpoint_revision, planned_manifest
+from mira_engine.checkpoint.experts import CheckpointExperts
 from mira_engine.checkpoint.hub_home import folder_figures
 from mira_engine.checkpoint.outline import OUTLINE_FILE
 from mira_engine.checkpoint.preflight import SPARE_BYTES
@@ -40,40 +38,20 @@ from mira_engine.events import DescribeModel
 from mira_engine.library import ModelLibrary
 from mira_engine.model_report import describe
 from mira_engine.prepare import prepare
-from mira_engine.types import Precision
+from mira_engine.types import Precision, Rounding
 from transformers import AutoModelForCausalLM
 
 CHILD = Path(__file__).parent / "moments_child.py"
 
 
-@pytest.fixture(scope="module")
-def published(tmp_path_factory):
-    return publish(tmp_path_factory.mktemp("published") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def whole(published, tmp_path_factory):
-    """Hashes of a preparation of the same checkpoint without a hub."""
-    home = ModelLibrary(tmp_path_factory.mktemp("whole")).resolve(str(published))
-    prepare(home, Precision.NESTED, on_progress=lambda *args: None)
-    return hashes(home)
+@pytest.fixture
+def server(hub_with_model):
+    return hub_with_model
 
 
 @pytest.fixture
-def server(published):
-    server = hub_server.FakeHub().start()
-    server.add(REPO, published)
-    yield server
-    server.close()
-
-
-@pytest.fixture
-def library(server, tmp_path, monkeypatch):
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    for name, value in client_settings(server, tmp_path).items():
-        monkeypatch.setattr(constants, name, value)
-    yield ModelLibrary(tmp_path / "data")
-    huggingface_hub.close_session()
+def library(hub_library):
+    return hub_library
 
 
 def make(library, name=REPO, *, precision=Precision.NESTED, is_deleted=True, **fields):
@@ -255,6 +233,31 @@ def test_delete_never_touches_a_folder(library, published, whole):
     assert hashes(library.resolve(str(published))) == whole
 
 
+def test_delete_gives_a_chosen_draft_up_only_once_the_other_store_is_whole(library, whole):
+    make(library, is_deleted=False)
+    home = library.resolve(REPO)
+    checkpoint = CheckpointExperts(home.checkpoint_dir)
+    planned = planned_manifest(
+        checkpoint, Precision.NESTED, source=home.title, revision=checkpoint_revision(checkpoint)
+    )
+    write_chosen(home, checkpoint, planned, FakeChooser(planned.group_size))
+    gptq_store.put_in_place(home, Precision.NESTED)
+    asked = []
+    with pytest.raises(CancelledError):
+        make(
+            library,
+            draft=Rounding.NEAREST,
+            on_progress=lambda step, *rest: asked.append(step),
+            is_cancelled=lambda: asked.count("convert") > 10,
+        )
+    assert home.is_ready(Precision.NESTED)
+    assert home.store_dir(Precision.NESTED) == home.gptq_store_dir(Precision.NESTED)
+    make(library, draft=Rounding.NEAREST)
+    assert not home.gptq_store_dir(Precision.NESTED).exists()
+    assert hashes(home) == whole
+    assert not hub.cached_repo_dir(REPO).exists()
+
+
 # -- a disk that is too small -------------------------------------------------------------
 
 
@@ -413,14 +416,8 @@ def test_shard_that_is_another_than_the_hub_said_is_refused_and_the_next_try_fin
 
 @pytest.fixture
 def child(server, library, tmp_path):
-    """A process that forks one for each preparation; the client's settings come by environment."""
-    environment = os.environ | client_environment(server, tmp_path)
-    with subprocess.Popen(
-        [sys.executable, str(CHILD)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
-    ) as process:  # fmt: skip
+    with forking_child(CHILD, server, tmp_path) as process:
         yield process
-        process.stdin.close()
 
 
 def run(child, data_dir, kill_at=0):

@@ -9,8 +9,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -27,10 +25,8 @@ from hub_scenes import (
     SHARDS,
     SHORT,
     TOLD_FAULTS,
-    client_environment,
-    client_settings,
+    forking_child,
     hashes,
-    publish,
 )
 from huggingface_hub import constants
 from mira_engine import wire
@@ -57,7 +53,7 @@ from mira_engine.events import (
     PrepareModel,
     RequestFailed,
 )
-from mira_engine.library import SOURCE_FILE, ModelLibrary
+from mira_engine.library import SOURCE_FILE
 from mira_engine.model_report import describe
 from mira_engine.planning import plan_model
 from mira_engine.prepare import prepare
@@ -71,41 +67,14 @@ def ignore(*args):
     """Takes progress and drops it."""
 
 
-@pytest.fixture(scope="module")
-def published(tmp_path_factory):
-    """A repository's folder: ten shards, and files that nobody should fetch."""
-    return publish(tmp_path_factory.mktemp("published") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def whole(published, tmp_path_factory):
-    """Hashes of a preparation of the same checkpoint without a hub."""
-    home = ModelLibrary(tmp_path_factory.mktemp("whole")).resolve(str(published))
-    prepare(home, Precision.NESTED, on_progress=ignore)
-    return hashes(home)
+@pytest.fixture
+def server(hub_with_model):
+    return hub_with_model
 
 
 @pytest.fixture
-def server(published):
-    server = hub_server.FakeHub().start()
-    server.add(REPO, published)
-    yield server
-    server.close()
-
-
-@pytest.fixture
-def settings(server, tmp_path, monkeypatch):
-    """The client's settings point to the server and to an empty cache; there is no token."""
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    for name, value in client_settings(server, tmp_path).items():
-        monkeypatch.setattr(constants, name, value)
-    yield
-    huggingface_hub.close_session()
-
-
-@pytest.fixture
-def library(settings, tmp_path):
-    return ModelLibrary(tmp_path / "data")
+def library(hub_library):
+    return hub_library
 
 
 def make(library, name=REPO, *, on_progress=ignore, **fields):
@@ -531,15 +500,9 @@ def test_cancel_while_the_hub_does_not_answer_ends_at_once(library, server):
 
 
 @pytest.fixture
-def child(server, settings, tmp_path):
-    """A process that forks one for each preparation; the client's settings come by environment."""
-    environment = os.environ | client_environment(server, tmp_path)
-    with subprocess.Popen(
-        [sys.executable, str(CHILD)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
-    ) as process:  # fmt: skip
+def child(server, tmp_path):
+    with forking_child(CHILD, server, tmp_path) as process:
         yield process
-        process.stdin.close()
 
 
 def start(child, data_dir, stop_at=-1):

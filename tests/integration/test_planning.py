@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -104,6 +105,53 @@ def test_model_that_no_use_of_the_memory_fits_is_refused_with_the_missing_bytes(
     assert "8.5 GiB short" in made.refusal
     assert "--memory" in made.hint
     assert all(row.missing_bytes > 0 for row in made.alternatives)
+
+
+def test_plan_of_a_configuration_alone_says_that_no_weight_stands_behind_it(
+    tiny_checkpoint, tmp_path
+):
+    whole = tiny_checkpoint("olmoe", max_shard_size="20KB")
+    assert not alone_notes(made_for(whole, tmp_path, "rtx-3070"))
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    shutil.copy(whole / "config.json", folder)
+    (note,) = alone_notes(made_for(folder, tmp_path, "rtx-3070"))
+    assert note.startswith("No weights of this model are here: sizes and speeds ")
+    shutil.copytree(whole, folder, dirs_exist_ok=True)
+    assert not alone_notes(made_for(folder, tmp_path, "rtx-3070"))
+    shards = sorted(folder.glob("*.safetensors"))
+    assert len(shards) > 1
+    shards[0].unlink()
+    (note,) = alone_notes(made_for(folder, tmp_path, "rtx-3070"))
+    assert note.startswith("Some weights of this model are not here: ")
+    (folder / "model.safetensors.index.json").unlink()
+    assert not alone_notes(made_for(folder, tmp_path, "rtx-3070")), "read as they lie there"
+
+
+def test_plan_of_what_is_prepared_or_built_in_needs_no_such_note(prepared, tmp_path):
+    home = replace(prepared, checkpoint_dir=tmp_path / "gone")
+    request = PlanModel(request_id="r", model="m", machine=find_machine("rtx-3070"))
+    made = plan_model(home, request, data_dir=tmp_path, cache_dir=None)
+    assert not alone_notes(made)
+    assert not alone_notes(made_for("builtin", tmp_path, "rtx-3070"))
+
+
+def alone_notes(made: PlanMade) -> list[str]:
+    return [note for note in made.notes if "config.json alone" in note]
+
+
+def test_steps_of_a_plan_are_those_of_its_own_predictions(tmp_path):
+    made = made_for("builtin", tmp_path, "rtx-3070")
+    on_demand = next(r for r in made.alternatives if r.strategy is Strategy.ON_DEMAND)
+    assert on_demand.plan.mode is CacheMode.RESIDENT
+    steps = made.steps
+    assert steps.token_s == pytest.approx(on_demand.tpot_s)
+    assert (steps.num_layers, steps.num_experts, steps.top_k) == (30, 16, 2)
+    assert steps.record_bytes == on_demand.plan.slot_bytes
+    assert 0 < steps.experts_s < steps.token_s
+    assert steps.link_bytes_per_s == pytest.approx(made.machine.link_bytes_per_s)
+    refused = made_for("builtin", tmp_path, "rtx-3070", memory_bytes=64 * 2**20)
+    assert refused.steps is None
 
 
 def test_unsupported_configuration_is_refused_by_name(shared_inputs, tmp_path):

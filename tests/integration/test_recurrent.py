@@ -26,7 +26,7 @@ from tiny_running import OTHER_FAMILIES, save_other
 RUNNING = ("jamba", "qwen3_next", "qwen3_5_moe_text", "nemotron_h", "granitemoehybrid", "lfm2_moe")
 WINDOWED = ("mixtral", "qwen2_moe", "gpt_oss")
 DEPTHS = (1, 2, 4, 8)
-NEW_TOKENS = 200
+NEW_TOKENS = 112
 
 BASE = EngineConfig(
     precision=Precision.FLOAT32,
@@ -34,7 +34,7 @@ BASE = EngineConfig(
     budget=MemoryAmount(share=8.0),
     num_draft_tokens=max(DEPTHS),
     draft_experts=DraftExperts.ALL,
-    context_length=288,
+    context_length=192,
     prefill_chunk_tokens=16,
     num_threads=1,
 )

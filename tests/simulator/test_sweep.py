@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from mira_app.simulation import run_simulation
 from mira_engine.api import ConfigError, SimulationRequest, TraceError, simulate
-from mira_engine.simulator.sweep import system_shape
 from mira_engine.simulator.synthetic import synthetic_trace
 from mira_engine.simulator.systems import all_systems
 
@@ -43,17 +42,6 @@ def test_comparison_has_a_row_for_every_link_cache_and_system(arrays):
     assert by_key["belady", 4, 1e9].hit_rate >= slow.hit_rate
     assert by_key["lru", 2, 1e9].hit_rate <= slow.hit_rate
     assert simulate(request) == report
-
-
-def test_same_cache_and_same_memory_are_what_they_say(arrays):
-    trace = synthetic_trace(num_layers=3, num_experts=16, top_k=2, num_tokens=4)
-    shapes = {s.name: system_shape(s, trace, 4, 1000) for s in all_systems()}
-    same_cache, share = shapes["mixtral-offloading-sc"]
-    assert (same_cache.num_slots, share) == (12, 0.25)
-    same_memory, share = shapes["mixtral-offloading-sm"]
-    assert (same_memory.num_slots, share) == (12 + 24, 0.75)
-    lookahead, share = shapes["mira+lookahead"]
-    assert (lookahead.num_slots, lookahead.record_bytes, share) == (24, 500, 0.75)
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,16 @@ MESSAGES = [
         notes=("a", "b"),
         refusal="no",
         hint="h",
+        steps=events.PlannedSteps(
+            num_layers=2,
+            num_experts=8,
+            top_k=2,
+            record_bytes=4096,
+            token_s=0.01,
+            experts_s=0.004,
+            draft_s=0.005,
+            link_bytes_per_s=2e10,
+        ),
         alternatives=(
             events.PlanAlternative(
                 strategy=Strategy.SPECULATIVE,

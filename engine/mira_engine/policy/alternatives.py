@@ -26,7 +26,8 @@ from .budget import (
     suggest,
     usual_draft_experts,
 )
-from .cost_model import CacheRoom, CostModel, Expectations
+from .cost_model import Expectations
+from .planned_steps import cost_model_of
 
 DRAFT_TOKEN_CANDIDATES = (1, 2, 3, 4, 6, 8, 12, 16)
 """K that are compared where nobody chose one. Source: Specter's offline selection, which
@@ -274,21 +275,11 @@ class _Comparison:
     ) -> PlanAlternative:
         if self.rates is None or facts.work is None:
             return row
-        dense = facts.work.dense_read_bytes
-        room = CacheRoom(
-            num_slots=plan.num_slots,
-            slot_bytes=plan.slot_bytes,
-            read_bytes=facts.whole_record_bytes,
-            draft_read_bytes=facts.draft_record_bytes,
-            # A split weight's high half and an INT8 copy are both half of it.
-            draft_dense_bytes=dense if plan.draft_dense is DraftDense.TARGET else dense // 2,
-            is_draft_cached=plan.draft_experts is DraftExperts.CACHED,
-        )
-        model = CostModel(
-            rates=self.rates,
-            work=facts.work,
-            room=room,
-            expect=self.expect,
+        model = cost_model_of(
+            facts,
+            plan,
+            self.rates,
+            self.expect,
             num_cached_tokens=self.wishes.num_prompt_tokens,
         )
         if row.strategy is Strategy.SPECULATIVE:

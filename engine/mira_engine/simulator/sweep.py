@@ -1,4 +1,4 @@
-"""A comparison of systems over caches and links: what `mira-chat simulate` prints.
+"""A comparison of systems over machines, memories and links: what `mira-chat simulate` prints.
 
 Half of the trace is what profiles, tables and earlier texts are learned from, unless another
 trace is given for that; the other half is decoded.
@@ -6,20 +6,31 @@ trace is given for that; the other half is decoded.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from ..errors import ConfigError
+from ..events import PlannedSteps
 from ..types import ExpertId
+from .cases import (
+    SimulationCase,
+    case_by_hand,
+    case_for_trace,
+    costs_of,
+    mapping_note,
+    system_shape,
+    trace_of_model,
+    with_record,
+)
 from .hits import expert_counts
 from .predictions import ActivationTraces, CountTable, NextLayerGuess, Predictor
-from .servers import MachineCosts
-from .simulate import CacheShape, simulate
+from .report import SimulationReport, SimulationRow
+from .simulate import simulate
 from .synthetic import synthetic_trace
-from .systems import Lead, Memory, System, all_systems
+from .systems import Lead, Special, System, all_systems
 from .workload import TokenTrace, make_rounds, read_token_trace
 
 DEFAULT_FIDELITY = 0.909
@@ -34,23 +45,33 @@ NEXT_LAYER_FIDELITY = 0.8
 SMALL_DRAFT_ACCEPTANCE = 0.7
 """Of a small dense draft, which is not quantised from its target; an assumption."""
 
+DEFAULT_NUM_DRAFT_TOKENS = 4
+DEFAULT_LINK_BYTES_PER_S = 25e9
+DEFAULT_RECORD_BYTES = 3 * 2048 * 1408
+DEFAULT_RESIDENT_S = 0.01
+DRAFT_TOKEN_SHARE = 0.75
+"""What a draft token takes of a resident token, where nothing says so; an assumption."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationRequest:
-    """What is compared. Numbers of the machine are taken as given; nothing is measured.
+    """What is compared. Nothing is measured; what is given by hand wins over a case's.
 
     Attributes:
-        trace_path: Routing to decode; `None` draws some like DeepSeek-V2-Lite's.
+        trace_path: Routing to decode; `None` draws some, of the cases' shape or, without
+            cases, of DeepSeek-V2-Lite's.
         training_path: Routing to learn from; `None` takes the first half of the trace.
         policies: Names of systems; none for all.
-        slots_per_layer: Whole experts that the cache holds for each layer; none for an
-            eighth, a quarter and a half of them.
-        link_rates: Bytes per second, one sweep each.
+        cases: Machines and memories, all of one model; none for slots and links by hand.
+        slots_per_layer: Whole experts that the cache holds for each layer; without cases,
+            none is for an eighth, a quarter and a half of them.
+        link_rates: Bytes per second, one sweep each; `None` for the cases' or 25 GB/s.
         record_bytes: One whole expert.
         resident_s: A token with every expert resident.
-        draft_s: A draft token; `None` takes three quarters of `resident_s`.
+        draft_s: A draft token; without it and without cases, three quarters of `resident_s`.
         num_draft_tokens: K of systems with a draft.
-        acceptance: Of the draft; `None` takes the trace's, or the nested draft's.
+        acceptance: Of the draft; `None` takes the trace's, or the nested draft's, and for a
+            draft that has some experts only the part of it that the plan expects.
         fidelity: Of the draft's routing; `None` takes the trace's, or the paper's.
         num_tokens: Most tokens to decode.
         seed: Of everything that is drawn.
@@ -59,80 +80,35 @@ class SimulationRequest:
     trace_path: str | None = None
     training_path: str | None = None
     policies: tuple[str, ...] = ()
+    cases: tuple[SimulationCase, ...] = ()
     slots_per_layer: tuple[int, ...] = ()
-    link_rates: tuple[float, ...] = (25e9,)
-    record_bytes: int = 3 * 2048 * 1408
-    resident_s: float = 0.01
+    link_rates: tuple[float, ...] | None = None
+    record_bytes: int | None = None
+    resident_s: float | None = None
     draft_s: float | None = None
-    num_draft_tokens: int = 4
+    num_draft_tokens: int | None = None
     acceptance: float | None = None
     fidelity: float | None = None
     num_tokens: int = 256
     seed: int = 0
 
     def __post_init__(self) -> None:
-        counts = ("record_bytes", "num_draft_tokens", "num_tokens")
-        for name in (*counts, "resident_s"):
-            if getattr(self, name) <= 0:
-                raise ConfigError.for_field(name.replace("_", " "), getattr(self, name), "Give >0.")
+        _chosen(self.policies)
+        for name in ("record_bytes", "num_draft_tokens", "num_tokens", "resident_s", "draft_s"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError.for_field(name.replace("_", " "), value, "Give >0.")
         for name in ("acceptance", "fidelity"):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 1:
                 raise ConfigError.for_field(name, value, "Give 0 to 1.")
         if any(slots < 1 for slots in self.slots_per_layer):
             raise ConfigError.for_field("slots per layer", self.slots_per_layer, "Give at least 1.")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulationRow:
-    """One system with one cache and one link.
-
-    Attributes:
-        policy: The system.
-        slots_per_layer: Whole experts that its slots hold for each layer.
-        memory_share: Bytes of slots and draft, of the bytes of all experts.
-        link_bytes_per_s: The link.
-        hit_rate: Of routed tokens.
-        prefetched_share: Of routed tokens, those served first by a prefetch.
-        bytes_per_token: Moved.
-        stall_s: A token's waiting.
-        tpot_s: A token's time.
-        tokens_per_round: New tokens of a target pass.
-    """
-
-    policy: str
-    slots_per_layer: float
-    memory_share: float
-    link_bytes_per_s: float
-    hit_rate: float
-    prefetched_share: float
-    bytes_per_token: float
-    stall_s: float
-    tpot_s: float
-    tokens_per_round: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulationReport:
-    """What came of a request.
-
-    Attributes:
-        title: What was decoded.
-        num_layers: MoE layers.
-        num_experts: Routed experts of a layer.
-        top_k: Experts of a token in a layer.
-        acceptance: That was simulated.
-        fidelity: That was simulated.
-        rows: Link by link, cache by cache.
-    """
-
-    title: str
-    num_layers: int
-    num_experts: int
-    top_k: int
-    acceptance: float
-    fidelity: float
-    rows: tuple[SimulationRow, ...]
+        if self.link_rates is not None and not self.link_rates:
+            raise ConfigError("There is no link to simulate.", hint="Give a link rate.")
+        for rate in self.link_rates or ():
+            if not rate > 0:
+                raise ConfigError.for_field("link rate", rate, "Give more than 0.")
 
 
 def compare(
@@ -150,29 +126,95 @@ def compare(
     """
     systems = _chosen(request.policies)
     learned, decoded = _workload(request)
-    num_experts = decoded.num_experts
-    slots = request.slots_per_layer or tuple(max(1, num_experts // part) for part in (8, 4, 2))
-    if not request.link_rates:
-        raise ConfigError("There is no link to simulate.", hint="Give a link rate.")
-    if max(slots) > num_experts:
-        raise ConfigError.for_field("slots per layer", max(slots), f"Give 1 to {num_experts}.")
     comparison = _Comparison(request, learned, decoded)
+    notes = dict.fromkeys(mapping_note(case, decoded) for case in request.cases)
     rows = []
-    for link_rate in request.link_rates:
-        for slots_per_layer in slots:
-            for system in systems:
-                rows.append(comparison.row(system, slots_per_layer, link_rate))
-                on_row(rows[-1])
-    _, num_layers, top_k = decoded.ids.shape
+    for case in list(_cases(request, decoded)):
+        for system in systems:
+            row = comparison.row(system, case)
+            if row is None:
+                notes[_left_out(system, case)] = None
+                continue
+            rows.append(row)
+            on_row(row)
+    num_layers, num_experts, top_k = decoded.shape
     return SimulationReport(
         title=decoded.name,
+        model=request.cases[0].model if request.cases else "",
         num_layers=num_layers,
         num_experts=num_experts,
         top_k=top_k,
         acceptance=comparison.acceptance,
         fidelity=comparison.fidelity,
         rows=tuple(rows),
+        notes=tuple(filter(None, notes)),
     )
+
+
+def _left_out(system: System, case: SimulationCase) -> str:
+    where = ", ".join(filter(None, (case.machine, case.memory)))
+    why = "there are fewer slots than layers"
+    if system.is_draft_resident:
+        why = "there is no room for its draft"
+    return f"{system.name} is left out at {where}: {why}."
+
+
+def _cases(request: SimulationRequest, decoded: TokenTrace) -> Iterator[SimulationCase]:
+    """Yields what is simulated, in experts of the trace; what is given by hand has been put in.
+
+    Raises:
+        ConfigError: More slots than experts.
+    """
+    for case in request.cases or (_default_case(request, decoded),):
+        case = case_for_trace(_with_own_numbers(case, request), decoded)
+        for rate in request.link_rates or (case.steps.link_bytes_per_s,):
+            steps = replace(case.steps, link_bytes_per_s=rate)
+            slots = request.slots_per_layer
+            if not (slots or request.cases):
+                slots = tuple(max(1, steps.num_experts // part) for part in (8, 4, 2))
+            if not slots:
+                yield replace(case, steps=steps)
+            elif max(slots) > steps.num_experts:
+                hint = f"Give 1 to {steps.num_experts}."
+                raise ConfigError.for_field("slots per layer", max(slots), hint)
+            for number in slots:
+                k = case.draft.num_draft_tokens if case.draft else DEFAULT_NUM_DRAFT_TOKENS
+                yield case_by_hand(steps, number, k, machine=case.machine)
+
+
+def _default_case(request: SimulationRequest, decoded: TokenTrace) -> SimulationCase:
+    """Returns a case of the trace's model where there is no plan; its slots are never used."""
+    num_layers, num_experts, top_k = decoded.shape
+    token_s = request.resident_s or DEFAULT_RESIDENT_S
+    steps = PlannedSteps(
+        num_layers=num_layers,
+        num_experts=num_experts,
+        top_k=top_k,
+        record_bytes=DEFAULT_RECORD_BYTES,
+        token_s=token_s,
+        experts_s=0.5 * token_s,  # Half experts, half all else: of many models about true.
+        draft_s=DRAFT_TOKEN_SHARE * token_s,
+        link_bytes_per_s=DEFAULT_LINK_BYTES_PER_S,
+    )
+    return case_by_hand(steps, 1, DEFAULT_NUM_DRAFT_TOKENS)
+
+
+def _with_own_numbers(case: SimulationCase, request: SimulationRequest) -> SimulationCase:
+    """Puts what was given by hand in the place of a case's own figures."""
+    if request.record_bytes is not None:
+        case = with_record(case, request.record_bytes)
+    steps = case.steps
+    token_s = request.resident_s or steps.token_s
+    steps = replace(
+        steps,
+        token_s=token_s,
+        experts_s=steps.experts_s * token_s / steps.token_s,
+        draft_s=request.draft_s or steps.draft_s,
+    )
+    draft = case.draft
+    if draft is not None and request.num_draft_tokens is not None:
+        draft = replace(draft, num_draft_tokens=request.num_draft_tokens)
+    return replace(case, steps=steps, draft=draft)
 
 
 def _chosen(names: tuple[str, ...]) -> list[System]:
@@ -186,11 +228,18 @@ def _chosen(names: tuple[str, ...]) -> list[System]:
 def _workload(request: SimulationRequest) -> tuple[TokenTrace, TokenTrace]:
     """Returns what is learned from and what is decoded."""
     if request.trace_path is None:
+        num_layers, num_experts, top_k = request.cases[0].shape if request.cases else (26, 64, 6)
         trace = synthetic_trace(
-            num_layers=26, num_experts=64, top_k=6, num_tokens=2048, seed=request.seed
+            num_layers=num_layers,
+            num_experts=num_experts,
+            top_k=top_k,
+            num_tokens=2048,
+            seed=request.seed,
         )
     else:
         trace = read_token_trace(Path(request.trace_path))
+        if request.cases:
+            trace = trace_of_model(trace, request.cases[0])
     if len(trace.ids) < 2:
         raise ConfigError("The trace has a single token.", hint="Record a longer reply.")
     half = len(trace.ids) // 2
@@ -214,43 +263,39 @@ class _Comparison:
         self.fidelity = _first_known(request.fidelity, decoded.fidelity, DEFAULT_FIDELITY)
         self._popular = most_popular(learned)
 
-    def row(self, system: System, slots_per_layer: int, link_rate: float) -> SimulationRow:
-        """Simulates one system."""
-        request, decoded = self._request, self._decoded
-        _, num_layers, top_k = decoded.ids.shape
-        shape, memory_share = system_shape(system, decoded, slots_per_layer, request.record_bytes)
-        is_own_draft = system.is_draft_resident
-        rounds = make_rounds(
-            decoded,
-            request.num_draft_tokens if system.is_drafting else 0,
-            acceptance=self.acceptance if is_own_draft else SMALL_DRAFT_ACCEPTANCE,
-            fidelity=self.fidelity,
-            seed=request.seed,
-        )
+    def row(self, system: System, case: SimulationCase) -> SimulationRow | None:
+        """Simulates one system; `None` where it has no room."""
+        found = system_shape(system, case)
+        if found is None:
+            return None
+        shape, memory_share = found
+        steps, k = case.steps, self._num_draft_tokens(system, case)
         run = simulate(
-            rounds,
+            make_rounds(
+                self._decoded,
+                k,
+                acceptance=self._acceptance(system, case),
+                fidelity=self.fidelity,
+                seed=self._request.seed,
+            ),
             system,
             shape,
-            costs_of(
-                num_layers,
-                top_k,
-                link_rate,
-                resident_s=request.resident_s,
-                draft_s=request.draft_s,
-            ),
+            costs_of(steps),
             predictor=self._predictor(system),
             popular=self._popular,
-            num_warmup_tokens=min(32, len(decoded.ids) // 4),
+            num_warmup_tokens=min(32, len(self._decoded.ids) // 4),
         )
         asked = max(1, run.traffic.num_hits + run.traffic.num_misses)
+        held_bytes = shape.num_slots * shape.record_bytes
         return SimulationRow(
             policy=system.name,
-            slots_per_layer=shape.num_slots
-            * shape.record_bytes
-            / request.record_bytes
-            / num_layers,
+            is_bound=system.eviction is Special.BELADY,
+            machine=case.machine,
+            memory=case.memory,
+            slots_per_layer=held_bytes / steps.record_bytes / steps.num_layers,
             memory_share=memory_share,
-            link_bytes_per_s=link_rate,
+            link_bytes_per_s=steps.link_bytes_per_s,
+            num_draft_tokens=k,
             hit_rate=run.hit_rate,
             prefetched_share=run.traffic.num_prefetch_hits / asked,
             bytes_per_token=run.bytes_per_token,
@@ -258,6 +303,19 @@ class _Comparison:
             tpot_s=run.tpot_s,
             tokens_per_round=run.num_tokens / max(1, run.num_rounds),
         )
+
+    def _num_draft_tokens(self, system: System, case: SimulationCase) -> int:
+        if not system.is_drafting:
+            return 0
+        planned = case.draft.num_draft_tokens if case.draft else DEFAULT_NUM_DRAFT_TOKENS
+        return self._request.num_draft_tokens or planned
+
+    def _acceptance(self, system: System, case: SimulationCase) -> float:
+        if not system.is_draft_resident:
+            return SMALL_DRAFT_ACCEPTANCE
+        if self._request.acceptance is not None or case.draft is None:
+            return self.acceptance
+        return self.acceptance * case.draft.acceptance_share
 
     def _predictor(self, system: System) -> Predictor | None:
         match system.lead:
@@ -280,61 +338,6 @@ def most_popular(trace: TokenTrace) -> list[ExpertId]:
     num_experts = counts.shape[1]
     order = np.argsort(-counts.reshape(-1), kind="stable").tolist()
     return [ExpertId(*divmod(number, num_experts)) for number in order]
-
-
-def system_shape(
-    system: System, trace: TokenTrace, slots_per_layer: int, record_bytes: int
-) -> tuple[CacheShape, float]:
-    """Returns a system's cache, and its bytes with the draft as a share of all experts.
-
-    A resident draft is the hi planes of nested experts: half of every expert, always there,
-    so that a slot of the same bytes holds the other half of two. Same memory gives a system
-    without a draft the room of that half as slots.
-    """
-    _, num_layers, _ = trace.ids.shape
-    num_all = num_layers * trace.num_experts
-    num_slots, draft_share = slots_per_layer * num_layers, 0.0
-    if system.is_draft_resident:
-        num_slots, record_bytes, draft_share = 2 * num_slots, record_bytes // 2, 0.5
-        num_slots = min(num_slots, num_all)
-        memory_share = draft_share + 0.5 * num_slots / num_all
-    else:
-        if system.memory is Memory.SAME_MEMORY:
-            num_slots += num_all // 2
-        num_slots = min(num_slots, num_all)
-        memory_share = num_slots / num_all
-    shape = CacheShape(
-        num_layers=num_layers,
-        num_experts=trace.num_experts,
-        num_slots=num_slots,
-        record_bytes=record_bytes,
-    )
-    return shape, memory_share
-
-
-def costs_of(
-    num_layers: int,
-    top_k: int,
-    link_bytes_per_s: float,
-    *,
-    resident_s: float,
-    draft_s: float | None = None,
-) -> MachineCosts:
-    """Divides a resident token's time into parts: half experts, half all else.
-
-    A further token of the same pass costs a twentieth: one pass of a few tokens reads the
-    same weights. A draft reads half of the experts' bytes.
-    """
-    layer_s = 0.5 * resident_s / num_layers
-    expert_s = layer_s / top_k
-    return MachineCosts(
-        link_bytes_per_s=link_bytes_per_s,
-        layer_s=layer_s,
-        layer_token_s=layer_s / 20,
-        expert_s=expert_s,
-        expert_token_s=expert_s / 20,
-        draft_s=0.75 * resident_s if draft_s is None else draft_s,
-    )
 
 
 def _first_known(*values: float | None) -> float:

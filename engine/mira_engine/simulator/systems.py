@@ -37,8 +37,12 @@ class Special(enum.StrEnum):
 
 
 class Memory(enum.StrEnum):
-    """How many slots a system without a draft has beside one with a draft."""
+    """How many slots a system without a draft has beside one with a draft.
 
+    `USUAL` is the whole budget where a budget was given, else the slots that were given.
+    """
+
+    USUAL = "usual"
     SAME_CACHE = "same-cache"
     SAME_MEMORY = "same-memory"
 
@@ -67,7 +71,7 @@ class System:
     is_drafting: bool = False
     is_draft_resident: bool = False
     num_microbatches: int = 1
-    memory: Memory = Memory.SAME_CACHE
+    memory: Memory = Memory.USUAL
 
 
 _PLAIN = {
@@ -96,6 +100,7 @@ def all_systems() -> tuple[System, ...]:
             eviction=Eviction.LRU,
             is_per_layer=True,
             lead=Lead.NEXT_LAYER,
+            memory=Memory.SAME_CACHE,
         ),
         System(
             name="mixtral-offloading-sm",

@@ -74,6 +74,7 @@ class TokenTrace:
         num_experts: Routed experts of a layer.
         acceptance: Share of draft tokens that the target accepted, where it was recorded.
         fidelity: Share of the target's experts that the draft's routing names, likewise.
+        is_num_experts_guessed: Whether the file did not say how many experts there are.
     """
 
     name: str
@@ -82,6 +83,12 @@ class TokenTrace:
     num_experts: int
     acceptance: float | None = None
     fidelity: float | None = None
+    is_num_experts_guessed: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Layers, routed experts of each, experts of a token in each."""
+        return self.ids.shape[1], self.num_experts, self.ids.shape[2]
 
     def part(self, start: int, end: int) -> TokenTrace:
         """Returns the trace of tokens `start` to `end`; a text that is cut counts as whole."""
@@ -121,7 +128,13 @@ def read_token_trace(path: Path) -> TokenTrace:
         )
     # The number of experts is not in such a file; a power of two is no worse a guess.
     num_experts = 1 << int(ids.max()).bit_length()
-    return TokenTrace(name=path.stem, ids=ids, lengths=lengths.tolist(), num_experts=num_experts)
+    return TokenTrace(
+        name=path.stem,
+        ids=ids,
+        lengths=lengths.tolist(),
+        num_experts=num_experts,
+        is_num_experts_guessed=True,
+    )
 
 
 def recorded_rounds(trace: RoutingTrace) -> Iterator[Round]:
