@@ -152,6 +152,8 @@ class MiraApp(LastingApp):
                 drawing = take(update)
                 if inspect.isawaitable(drawing):
                     await drawing
+            elif screen is self.chat_screen and self._is_chat_opening:
+                self.chat_screen.due_error = update.error or self.chat_screen.due_error
         self._open_due_chat()
 
     def _screens_above(self) -> list[Screen]:

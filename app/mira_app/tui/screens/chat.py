@@ -61,8 +61,8 @@ class ChatScreen(MessageScreen):
         self.pill = Static("▼ new text below (End)", id="unseen")
         self._reply: ReplyMessage | None = None
         self._was_recovering = False
-        self._due_error: MiraError | None = None
-        """What failed before there was a screen to tell it on."""
+        self.due_error: MiraError | None = None
+        """What failed before there was a screen to tell it on, as a server does at once."""
         self._is_send_due = False
         """Whether what is written is to be sent once the model is there."""
         self._footer_stage: Stage | None = None
@@ -258,8 +258,8 @@ class ChatScreen(MessageScreen):
         async with self._drawing:
             if self._is_laid_out:
                 await self._draw(update)
-            elif update.error is not None and self in self.app.screen_stack:
-                self._due_error = update.error  # A server that is not there is told at once.
+            elif update.error is not None:
+                self.due_error = update.error
 
     async def _draw(self, update: Update) -> None:
         is_changed = update.is_changed_elsewhere
@@ -269,7 +269,7 @@ class ChatScreen(MessageScreen):
         await self._finish_reply()
         if is_changed:
             await self._show_changed(edited)
-        error, self._due_error = update.error or self._due_error, None
+        error, self.due_error = update.error or self.due_error, None
         if error is not None:
             await self.show_problem(error)
         await self._tell_trimmed()

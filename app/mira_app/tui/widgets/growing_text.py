@@ -194,6 +194,9 @@ class GrowingText(Vertical):
             if place.passage is not None:
                 await place.passage.stop()
                 await place.rest().remove()
+        if surplus:
+            self._first_shown = min(self._first_shown, len(self.places))
+            self._fill_gaps()
 
     async def _last(self) -> Passage:
         place = self.places[-1]

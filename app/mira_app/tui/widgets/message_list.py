@@ -44,6 +44,7 @@ class MessageList(VerticalScroll, can_focus=False):
         self._num_aim_polls = 0
         self._rested_at: tuple[int, int, Size] | None = None
         """Place in the list, its height and size when far passages were last told to rest."""
+        self._num_rests_due = 0
 
     def compose(self) -> ComposeResult:
         """Shows nothing but a welcome and the two ends, which are hidden."""
@@ -217,13 +218,18 @@ class MessageList(VerticalScroll, can_focus=False):
         To ask each time where all of them are has everything arranged anew that is not seen.
         """
         place = (self.scroll_offset.y, self.virtual_size.height, self.size)
-        if self._rested_at is not None:
-            y, height, size = self._rested_at
-            step = self.size.height // 3
-            has_moved = abs(place[0] - y) >= step or abs(place[1] - height) >= step
-            if not has_moved and size == self.size:
-                return
-        self._rested_at = place if await rest_far_passages(self) else None
+        if self._has_moved(place):
+            self._rested_at = place
+            self._num_rests_due = 2  # At the first one the layout may still be the one before.
+        if self._num_rests_due and await rest_far_passages(self):
+            self._num_rests_due -= 1
+
+    def _has_moved(self, place: tuple[int, int, Size]) -> bool:
+        """Whether that is far from where far passages were last told to rest."""
+        if self._rested_at is None:
+            return True
+        (y, height, size), step = self._rested_at, self.size.height // 3
+        return abs(place[0] - y) >= step or abs(place[1] - height) >= step or place[2] != size
 
     # -- the window
 
@@ -242,10 +248,13 @@ class MessageList(VerticalScroll, can_focus=False):
         return kind(turn, self._place(turn))
 
     async def _mount_window(self, first: int, last: int) -> None:
-        """Mounts turns `first` to `last` of the path; equal ones at its front stay mounted."""
+        """Mounts turns `first` to `last` of the path; equal ones at its front stay mounted.
+
+        So does a reply under way behind them, where nothing of the path comes in between.
+        """
         wanted = [turn.turn_id for turn in self._path[first:last]]
         children = [child for child in self.children if child not in self._fixed]
-        num_kept, num_same = self._num_kept(children, wanted)
+        num_kept, num_same = self._num_kept(children, wanted, is_tail=last == len(self._path))
         self._first, self._last, self._rested_at = first, last, None
         with self.app.batch_update():
             if children[num_kept:]:
@@ -256,11 +265,13 @@ class MessageList(VerticalScroll, can_focus=False):
             self._show_folds()
 
     @staticmethod
-    def _num_kept(children: list[Widget], wanted: list[int]) -> tuple[int, int]:
+    def _num_kept(children: list[Widget], wanted: list[int], *, is_tail: bool) -> tuple[int, int]:
         """Returns how many widgets at the front can stay, and how many turns they show."""
         num_same = 0
         for num_kept, child in enumerate(children):
             if isinstance(child, ChatMessage):
+                if child.turn_id is None and is_tail and num_same == len(wanted):
+                    continue
                 if num_same == len(wanted) or child.turn_id != wanted[num_same]:
                     return (num_kept, num_same) if num_same else (0, 0)
                 num_same += 1
