@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from mira_app.catalog import CatalogEntry
+from mira_app.conversation import Conversation
 from mira_app.engine_call import EngineCall
 from mira_app.engine_client import EngineClient
 from mira_app.paths import DATA_DIR_VARIABLE
@@ -102,10 +103,11 @@ class FakeHistory:
         self.saved: list[StoredChat] = []
         self.error: api.MiraError | None = None
 
-    def save(self, chat: StoredChat) -> None:
+    def save(self, chat: StoredChat) -> Conversation:
         if self.error is not None:
             raise self.error
         self.saved.append(chat)
+        return chat.conversation
 
 
 class FakeEngineClient:

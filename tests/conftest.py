@@ -36,7 +36,7 @@ for _variable in [name for name in os.environ if name.startswith("MIRA_CHAT_")]:
     del os.environ[_variable]
 for _variable in ("MIRA_CONNECT", "MIRA_API_KEY", "OPENAI_API_KEY"):
     os.environ.pop(_variable, None)
-os.environ["MIRA_CHAT_CONFIG"] = str(REPOSITORY / "tests" / "no-such-settings.toml")
+os.environ["MIRA_CHAT_CONFIG"] = str(REPOSITORY / "tests" / "empty-settings.toml")
 
 # An example may take as long as a busy machine makes it.
 hypothesis.settings.register_profile(
@@ -83,8 +83,10 @@ def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """
     folder = tmp_path / "data"
     folder.mkdir()
+    settings = tmp_path / "config.toml"
+    settings.touch()
     monkeypatch.setenv("MIRA_CHAT_DATA_DIR", str(folder))
-    monkeypatch.setenv("MIRA_CHAT_CONFIG", str(tmp_path / "config.toml"))
+    monkeypatch.setenv("MIRA_CHAT_CONFIG", str(settings))
     monkeypatch.setenv("MIRA_CHAT_COMPILE", "off")
     for variable in ("XDG_CONFIG_HOME", "XDG_STATE_HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME"):
         monkeypatch.setenv(variable, str(tmp_path / variable.lower()))

@@ -28,8 +28,8 @@ def main() -> None:
         while len(chat.turns) < num_turns:
             chat = chat.with_user(f"{name} asks {len(chat.turns)}")
             chat = chat.with_reply(f"{name} hears {len(chat.turns)} " + "word " * 200)
-            kept_as = store.save(StoredChat(chat_id=chat_id, conversation=chat))
-            print("saved", kept_as, len(chat.turns), flush=True)
+            store.save(StoredChat(chat_id=chat_id, conversation=chat))
+            print("saved", chat_id, len(chat.turns), flush=True)
     store.close()
 
 

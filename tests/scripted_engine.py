@@ -23,7 +23,7 @@ class ScriptedEngine:
         self.lost: api.EngineProcessError | None = None
         self.calls: list[EngineCall] = []
         self.cancelled: list[EngineCall] = []
-        self.has_call = threading.Event()
+        self.has_call, self.is_closed = threading.Event(), threading.Event()
 
     def new_request_id(self) -> str:
         return f"r{len(self.calls)}"
@@ -41,7 +41,7 @@ class ScriptedEngine:
             done(call, api.FinishReason.CANCELLED)
 
     def close(self) -> None:
-        pass
+        self.is_closed.set()
 
 
 def done(call: EngineCall, reason: api.FinishReason = api.FinishReason.STOP) -> None:

@@ -7,7 +7,9 @@ and everything else to another.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TextIO
@@ -27,6 +29,7 @@ from mira_engine.api import (
     KProfile,
     LoadModel,
     MiraError,
+    ModelBusyError,
     ModelLoaded,
     Notice,
     Precision,
@@ -52,10 +55,14 @@ from .figures import REPORTED, count, derived, stats_line
 from .progress import ProgressDisplay
 from .progress import amount_text as amount_text
 from .progress import progress_text as progress_text
-from .sanitise import Sanitiser, sanitise
+from .reply_streams import ReplyStreams as ReplyStreams
+from .sanitise import sanitise
 from .settings import Settings
 
 OnEvent = Callable[[object], None]
+
+BUSY_RETRY_S = 1.0
+"""Time between two looks whether another process has finished a model."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -95,52 +102,6 @@ class Answer:
         )
 
 
-class ReplyStreams:
-    """Where a reply is written while it comes: the answer, and the thinking before it.
-
-    Args:
-        out: Takes the answer, `None` for nobody.
-        err: Takes the thinking, `None` for nobody.
-        is_dimmed: Whether the thinking is dimmed, for terminals.
-    """
-
-    def __init__(
-        self, out: TextIO | None, err: TextIO | None = None, *, is_dimmed: bool = False
-    ) -> None:
-        self._out, self._err = out, err
-        self._dim = ("\x1b[2m", "\x1b[0m") if is_dimmed else ("", "")
-        self._sanitisers = {part: Sanitiser() for part in ReplyPart}
-        self._last = dict.fromkeys(ReplyPart, "")
-
-    def write(self, delta: TokenDelta) -> None:
-        """Writes a piece of the reply, made safe for a terminal."""
-        text = self._sanitisers[delta.part].feed(delta.text)
-        is_thinking = delta.part is ReplyPart.THINKING
-        if not is_thinking and not self._last[ReplyPart.ANSWER]:
-            self._end_thinking()
-        # Noted before it is written: an interrupt in between must not cost the line's end.
-        self._last[delta.part] = delta.text or self._last[delta.part]
-        stream = self._err if is_thinking else self._out
-        if stream is not None and text:
-            stream.write(f"{self._dim[0]}{text}{self._dim[1]}" if is_thinking else text)
-            stream.flush()
-
-    def close(self) -> None:
-        """Ends the last line."""
-        self._end_thinking()
-        last = self._last[ReplyPart.ANSWER]
-        if self._out is not None and last and not last.endswith("\n"):
-            self._out.write("\n")
-            self._out.flush()
-
-    def _end_thinking(self) -> None:
-        last = self._last[ReplyPart.THINKING]
-        if self._err is not None and last and not last.endswith("\n"):
-            self._err.write("\n")
-            self._err.flush()
-        self._last[ReplyPart.THINKING] = ""
-
-
 class Answerer:
     """Answers questions; an interrupt stops the engine's work, not this object.
 
@@ -151,6 +112,7 @@ class Answerer:
         err: Takes progress and notices.
         make_progress: Makes the display of a preparation.
         on_event: Told every event, before anything else is done with it.
+        sleep: Waits so many seconds.
     """
 
     def __init__(
@@ -162,6 +124,7 @@ class Answerer:
         err: TextIO,
         make_progress: Callable[[TextIO], ProgressDisplay],
         on_event: OnEvent = lambda event: None,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._client = client
         self._catalog = catalog
@@ -169,6 +132,7 @@ class Answerer:
         self._err = err
         self._make_progress = make_progress
         self.on_event = on_event
+        self._sleep = sleep
 
     def prepare(
         self,
@@ -181,6 +145,8 @@ class Answerer:
         draft_from: str | None = None,
     ) -> None:
         """Makes the chosen model ready, unless it is and nothing else is asked for.
+
+        Where another process does that already, waits for it.
 
         Args:
             is_forced: Whether the engine is asked also where the model looks ready.
@@ -202,17 +168,30 @@ class Answerer:
             is_predicting or is_forced or is_download_deleted or is_draft_wanted
         ):
             return
+        request = PrepareModel(
+            request_id="",
+            model=entry.model,
+            precision=engine.precision,
+            is_predicting=is_predicting,
+            calibration=calibration,
+            is_download_deleted=is_download_deleted,
+            draft=draft,
+            draft_from=draft_from,
+        )
+        is_told = False
+        while True:
+            try:
+                self._prepare(request)
+                return
+            except ModelBusyError as error:
+                if not is_told:
+                    self._say(f"{error.message} Waiting for it; Ctrl+C ends that.")
+                is_told = True
+                self._sleep(BUSY_RETRY_S)
+
+    def _prepare(self, request: PrepareModel) -> None:
         call = self._client.submit(
-            PrepareModel(
-                request_id=self._client.new_request_id(),
-                model=entry.model,
-                precision=engine.precision,
-                is_predicting=is_predicting,
-                calibration=calibration,
-                is_download_deleted=is_download_deleted,
-                draft=draft,
-                draft_from=draft_from,
-            )
+            dataclasses.replace(request, request_id=self._client.new_request_id())
         )
         display = self._make_progress(self._err)
         try:

@@ -6,6 +6,7 @@ since this is the command that finds the mistake.
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,8 +14,16 @@ from pathlib import Path
 
 from mira_engine.api import ConfigError
 
+from .paths import CONFIG_VARIABLE, DATA_DIR_VARIABLE, is_config_named
 from .setting_fields import FIELDS, Section, SettingField
-from .settings import Chosen, Origin, build_settings, choose_settings, variable_of
+from .settings import (
+    VARIABLE_PREFIX,
+    Chosen,
+    Origin,
+    build_settings,
+    choose_settings,
+    variable_of,
+)
 from .settings_file import SettingsFile, read_settings_file, write_default_file
 
 _NO_VALUE = "-"
@@ -39,11 +48,19 @@ class ConfigRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigReport:
-    """Every setting in force, and what is wrong with the file or a variable."""
+    """Every setting in force.
+
+    Attributes:
+        file: The settings file.
+        rows: A line for each setting.
+        problems: What is wrong with the file or a variable.
+        notes: Variables that look like settings and are none.
+    """
 
     file: SettingsFile
     rows: tuple[ConfigRow, ...]
     problems: tuple[ConfigError, ...]
+    notes: tuple[ConfigError, ...] = ()
 
     def lines(self) -> list[str]:
         """Returns the report for people, section by section."""
@@ -59,10 +76,12 @@ class ConfigReport:
                     name = row.setting.name
                     value = texts[name].ljust(value_width)
                     lines.append(f"{name.ljust(width)}  {value}  {row.source}".rstrip())
-        for problem in self.problems:
-            lines += ["", f"problem: {problem.message}"]
-            if problem.hint:
-                lines.append(f"hint: {problem.hint}")
+        told = [("problem", each) for each in self.problems]
+        told += [("note", each) for each in self.notes]
+        for kind, each in told:
+            lines += ["", f"{kind}: {each.message}"]
+            if each.hint:
+                lines.append(f"hint: {each.hint}")
         return lines
 
     def to_json(self) -> str:
@@ -80,6 +99,7 @@ class ConfigReport:
                 for row in self.rows
             },
             "problems": [problem.to_fields() for problem in self.problems],
+            "notes": [note.to_fields() for note in self.notes],
         }
         return json.dumps(report, ensure_ascii=False)
 
@@ -88,28 +108,53 @@ def make_config_report(
     environ: Mapping[str, str], path: Path, flags: Mapping[str, object] | None = None
 ) -> ConfigReport:
     """Gathers the report; raises nothing for what the file or a variable says."""
-    file = read_settings_file(path)
-    problems = list(file.problems)
-    usable = dict(environ)
-    for setting in FIELDS:
-        variable = variable_of(setting, environ)
-        try:
-            choose_settings({}, {variable: environ.get(variable, "")})
-        except ConfigError as error:
-            problems.append(error)
-            del usable[variable]
+    file = read_settings_file(path, is_named=is_config_named(environ))
+    usable, mistakes = _usable_variables(environ)
     chosen = choose_settings(flags or {}, usable, file.values)
     rows = tuple(
         ConfigRow(
             setting=setting,
             value=setting.shown(chosen[setting.name].value),
             origin=chosen[setting.name].origin,
-            source=_source(setting, chosen[setting.name].origin, environ),
+            source=_source(setting, chosen[setting.name].origin, usable),
         )
         for setting in FIELDS
     )
-    problems += _interface_problems(chosen, file, environ)
-    return ConfigReport(file=file, rows=rows, problems=tuple(problems))
+    interface = _interface_problems(chosen, file, usable)
+    return ConfigReport(
+        file=file,
+        rows=rows,
+        problems=(*file.problems, *mistakes, *interface),
+        notes=tuple(variable_notes(environ)),
+    )
+
+
+def _usable_variables(environ: Mapping[str, str]) -> tuple[dict[str, str], list[ConfigError]]:
+    """Takes out what cannot be used; a setting may have two variables, both wrong."""
+    usable, mistakes = dict(environ), []
+    for setting in FIELDS:
+        while (variable := variable_of(setting, usable)) in usable:
+            try:
+                choose_settings({}, {variable: usable[variable]})
+            except ConfigError as error:
+                mistakes.append(error)
+                del usable[variable]
+            else:
+                break
+    return usable, mistakes
+
+
+def variable_notes(environ: Mapping[str, str]) -> Iterator[ConfigError]:
+    """Yields a note for each variable that is named like a setting and is none."""
+    known = [VARIABLE_PREFIX + setting.name.upper() for setting in FIELDS]
+    known += [DATA_DIR_VARIABLE, CONFIG_VARIABLE]
+    for variable in sorted(environ):
+        if variable.startswith(VARIABLE_PREFIX) and variable not in known:
+            close = difflib.get_close_matches(variable, known, n=1, cutoff=0.8)
+            yield ConfigError(
+                f"The variable {variable} is no setting and changes nothing.",
+                hint=f"Did you mean {close[0]}?" if close else "Take it away, or correct its name.",
+            )
 
 
 def _interface_problems(
@@ -118,8 +163,10 @@ def _interface_problems(
     """Yields what only the terminal interface knows to be wrong; it is loaded where it must."""
     if all(chosen[name].origin is Origin.DEFAULT for name in ("theme", "keymap")):
         return
-    from .tui.settings_check import interface_problems
-
+    try:
+        from .tui.settings_check import interface_problems
+    except ModuleNotFoundError:
+        return  # Without the interface nothing looks like anything; the doctor says that.
     try:
         interface = build_settings(chosen).interface
     except ConfigError as error:

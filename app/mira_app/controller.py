@@ -70,12 +70,15 @@ class Update:
         thinking: New text of what the model thinks before it, not sanitised either.
         error: What failed, for the person to see.
         is_stage_new: Whether `stage` is another than before.
+        is_changed_elsewhere: Whether another app's turns came into the chat, as a branch; turns
+            may have other numbers than before.
     """
 
     text: str = ""
     thinking: str = ""
     error: MiraError | None = None
     is_stage_new: bool = False
+    is_changed_elsewhere: bool = False
 
 
 class ChatController(OpenChat):
@@ -87,7 +90,8 @@ class ChatController(OpenChat):
         progress: The last report of a preparation.
         prompt_progress: How far the prompt is read, while it is.
         residency: Where the experts were last seen.
-        server: What the server that runs the model reports; `None` without one.
+        server: What the server that runs the models reports, nothing yet before it was reached;
+            `None` where the engine here runs them.
     """
 
     def __init__(
@@ -106,7 +110,7 @@ class ChatController(OpenChat):
         self.progress: PrepareProgress | None = None
         self.prompt_progress: PromptProgress | None = None
         self.residency: ResidencySample | None = None
-        self.server: ServerFigures | None = None
+        self.server = self._unreached_server()
         self.reason: FinishReason | None = None
         """Why the last reply ended, where it did so by itself."""
         self._wanted_engine: EngineConfig | None = None
@@ -134,7 +138,7 @@ class ChatController(OpenChat):
         if self._client.lost is not None:
             self._client.restart()
         self.entry, self.loaded, self.progress = entry, None, None
-        self.residency = self.server = None
+        self.residency, self.server = None, self._unreached_server()
         if entry.is_ready:
             self._load(Stage.LOADING)
         else:
@@ -146,6 +150,10 @@ class ChatController(OpenChat):
                     precision=self.settings.engine.precision,
                 )
             )
+
+    def _unreached_server(self) -> ServerFigures | None:
+        address = self.settings.connect
+        return None if address is None else ServerFigures(address=address)
 
     @property
     def is_replying(self) -> bool:
@@ -262,7 +270,14 @@ class ChatController(OpenChat):
             error, self._save_error = self._save_error, None
         is_stage_new = self.stage is not self._polled_stage
         self._polled_stage = self.stage
-        return Update(text=text, thinking=thinking, error=error, is_stage_new=is_stage_new)
+        was_changed, self._was_changed_elsewhere = self._was_changed_elsewhere, False
+        return Update(
+            text=text,
+            thinking=thinking,
+            error=error,
+            is_stage_new=is_stage_new,
+            is_changed_elsewhere=was_changed,
+        )
 
     def _ask(self, conversation: Conversation) -> None:
         is_lost = self._client.lost is not None

@@ -55,6 +55,14 @@ class Turn:
     thinking: str = ""
     model: str = ""
 
+    def said_after(self, parent_id: int | None) -> tuple[object, ...]:
+        """Returns what makes it the same turn in another version of the chat.
+
+        Args:
+            parent_id: The turn before it there.
+        """
+        return parent_id, self.role, self.content, self.thinking, self.status
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
@@ -214,6 +222,35 @@ class Conversation:
         if any(turn.turn_id == turn_id for turn in self.path()):
             return self
         return self.at_sibling(turn_id, 0)
+
+    def grafted_on(self, kept: Conversation) -> Conversation:
+        """Adds to another version of this chat the turns that it lacks.
+
+        The other's turns keep their numbers; those of this one that it lacks come behind them,
+        as alternatives of what follows the last turn of both. The chat stands where this one
+        does. To graft a version twice adds nothing the second time.
+
+        Args:
+            kept: The other version.
+        """
+        turns = list(kept.turns)
+        alike: dict[tuple[object, ...], list[int]] = {}
+        for turn in reversed(turns):
+            alike.setdefault(turn.said_after(turn.parent_id), []).append(turn.turn_id)
+        numbers: dict[int, int] = {}
+        for turn in self.turns:
+            parent_id = None if turn.parent_id is None else numbers[turn.parent_id]
+            found = alike.get(turn.said_after(parent_id))
+            numbers[turn.turn_id] = found.pop() if found else len(turns)
+            if numbers[turn.turn_id] == len(turns):
+                placed = dataclasses.replace(turn, turn_id=len(turns), parent_id=parent_id)
+                turns.append(placed)
+        return dataclasses.replace(
+            self,
+            turns=tuple(turns),
+            head_id=None if self.head_id is None else numbers[self.head_id],
+            visited=tuple(numbers[turn_id] for turn_id in self.visited),
+        )
 
     def siblings(self, turn_id: int) -> tuple[Turn, ...]:
         """Returns the alternatives of a turn, itself among them, oldest first."""

@@ -26,6 +26,7 @@ from mira_engine.api import (
     to_plain,
 )
 
+from .config_report import ConfigReport
 from .engine_client import EngineClient
 from .paths import CONFIG_VARIABLE, DATA_DIR_VARIABLE
 from .sanitise import sanitise
@@ -113,18 +114,30 @@ def _folder(what: str, folder: Path) -> MachineFact:
     )
 
 
-def settings_facts(opened: OpenedSettings) -> Iterator[MachineFact]:
-    """Yields whether the settings file can be used, each mistake in it by itself."""
-    if not opened.problems:
+def settings_facts(opened: OpenedSettings, report: ConfigReport) -> Iterator[MachineFact]:
+    """Yields whether the settings can be used, each mistake in them by itself.
+
+    Args:
+        opened: The settings in force.
+        report: What `mira-chat config` finds beside it: looks and keys, and variables.
+    """
+    known = [str(problem) for problem in opened.problems]
+    problems = [
+        *opened.problems,
+        *(problem for problem in report.problems if str(problem) not in known),
+    ]
+    if not problems:
         state = "" if opened.file.is_there else "none, so all settings have their defaults: "
         yield MachineFact(code="settings", text=f"{state}{opened.file.path}")
-    for problem in opened.problems:
+    for problem in problems:
         yield MachineFact(
             code="settings",
             text=problem.message,
             mark=FactMark.PROBLEM,
             hint=problem.hint or "Mend the file; mira-chat config shows what is in force.",
         )
+    for note in report.notes:
+        yield MachineFact(code="variable", text=note.message, mark=FactMark.NOTE, hint=note.hint)
 
 
 def engine_facts(

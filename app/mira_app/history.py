@@ -12,6 +12,7 @@ and brings along what was only in memory.
 
 from __future__ import annotations
 
+import dataclasses
 import sqlite3
 import threading
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from . import history_file, history_rows, history_search
-from .conversation import Turn
+from .conversation import Conversation, Turn
 from .history_rows import ChatSummary, ModelUsage
 from .history_search import Hit
 from .stored_chat import HistoryError, StoredChat, new_chat_id, title_of
@@ -77,7 +78,6 @@ class HistoryStore:
         self._reader: sqlite3.Connection | None = None
         self._pending: dict[tuple[str, ...], _Operation] = {}
         self._known = _Known()
-        self._moved: dict[str, str] = {}
         self._notices: list[str] = []
 
     # -- life
@@ -142,24 +142,30 @@ class HistoryStore:
         self._known = _Known(chat_id, chat.conversation.turns)
         return chat
 
-    def save(self, chat: StoredChat) -> str:
+    def save(self, chat: StoredChat) -> Conversation:
         """Writes what is new of a chat in one transaction; a chat without turns is not kept.
 
         Turns are only ever added: those written before are left alone. Where another app
-        has added other turns to the same chat meanwhile, this one is kept whole beside it,
-        under a name of its own, and later saves go there. The title is taken for a new
-        chat only; afterwards `rename` is what changes it. A deleted chat is restored.
+        has added other turns to the same chat meanwhile, this one's are added as a branch
+        beside them. The title is taken for a new chat only; afterwards `rename` is what
+        changes it. A deleted chat is restored.
 
         Returns:
-            The name under which it is kept.
+            The conversation as it is kept: the very same, unless another app changed the
+            chat; then one with its turns too, to go on with.
 
         Raises:
             HistoryError: The disk refused; the chat is kept in memory.
         """
-        if not chat.conversation.turns:
-            return chat.chat_id
-        self._write(("save", chat.chat_id), lambda connection: self._save(connection, chat))
-        return self._moved.get(chat.chat_id, chat.chat_id)
+        kept = chat.conversation
+
+        def save(connection: sqlite3.Connection) -> None:
+            nonlocal kept
+            kept = self._save(connection, chat)
+
+        if chat.conversation.turns:
+            self._write(("save", chat.chat_id), save)
+        return kept
 
     def add(self, chats: Sequence[StoredChat]) -> list[str]:
         """Adds chats from elsewhere, all or none; one that is there already is left out.
@@ -261,8 +267,7 @@ class HistoryStore:
         Raises:
             HistoryError: The disk refused.
         """
-        value = None if chat_id is None else self._moved.get(chat_id, chat_id)
-        self._write(("last",), lambda connection: history_rows.write_last_chat(connection, value))
+        self._write(("last",), lambda connection: history_rows.write_last_chat(connection, chat_id))
 
     # -- how
 
@@ -282,18 +287,19 @@ class HistoryStore:
             [lambda c: c.execute("DELETE FROM chats WHERE deleted_us < ?", (before,))],
         )
 
-    def _save(self, connection: sqlite3.Connection, chat: StoredChat) -> None:
-        """Writes a chat, beside another app's version where the two differ."""
-        chat_id = self._moved.get(chat.chat_id, chat.chat_id)
+    def _save(self, connection: sqlite3.Connection, chat: StoredChat) -> Conversation:
+        """Writes a chat, beside another app's turns where there are any; returns all of it."""
+        chat_id, conversation = chat.chat_id, chat.conversation
         known = self._known.turns if self._known.chat_id == chat_id else ()
         now_us = _microseconds(self._clock())
-        if history_rows.is_other(connection, chat_id, chat.conversation.turns, known):
-            chat_id = self._moved[chat.chat_id] = new_chat_id()
-            self._notices.append(
-                "Another app went on with this chat too; yours was kept as a chat of its own."
-            )
+        if history_rows.is_other(connection, chat_id, conversation.turns, known):
+            theirs = history_rows.read_chat(connection, chat_id)
+            assert theirs is not None
+            conversation = conversation.grafted_on(theirs.conversation)
+            chat = dataclasses.replace(chat, conversation=conversation)
         history_rows.write_chat(connection, chat_id, chat, now_us)
-        self._known = _Known(chat_id, chat.conversation.turns)
+        self._known = _Known(chat_id, conversation.turns)
+        return conversation
 
     def _read(self, query: Callable[[sqlite3.Connection], _T]) -> _T:
         with self._read_lock:

@@ -91,8 +91,8 @@ def is_other(
         (chat_id, num_same),
     )
     return any(
-        _turn_key(mine) != _turn_key(_turn(row))
-        for mine, row in zip(turns[num_same:], rows, strict=False)
+        mine.said_after(mine.parent_id) != kept.said_after(kept.parent_id)
+        for mine, kept in zip(turns[num_same:], map(_turn, rows), strict=False)
     )
 
 
@@ -289,10 +289,6 @@ def _turn(row: tuple) -> Turn:
     plain = dict(zip(_TURN_COLUMNS.split(", "), row, strict=True))
     plain["stats"] = None if plain["stats"] is None else json.loads(plain["stats"])
     return turn_from_plain(plain)
-
-
-def _turn_key(turn: Turn) -> tuple:
-    return (turn.parent_id, turn.role, turn.content, turn.thinking, turn.status)
 
 
 def _moment(microseconds: int) -> datetime:

@@ -12,7 +12,7 @@ from mira_engine.api import ConfigError, MiraError, SamplingConfig
 
 from .conversation import Conversation
 from .history import HistoryStore
-from .stored_chat import StoredChat, new_chat_id
+from .stored_chat import CHANGED_ELSEWHERE, StoredChat, new_chat_id
 
 _NUM_LISTED = 5
 
@@ -22,7 +22,11 @@ class KeptChat:
 
     Args:
         store: The history, opened.
-        say: Told once where saving fails.
+        say: Told where saving fails, once, and where another program changed the chat.
+
+    Attributes:
+        chat_id: Its name in the history.
+        sampling: What was chosen for this chat alone, `None` for nothing.
     """
 
     def __init__(self, store: HistoryStore, say: Callable[[str], None]) -> None:
@@ -30,37 +34,44 @@ class KeptChat:
         self._has_failed = False
         self._title = ""
         self.chat_id = new_chat_id()
+        self.sampling: SamplingConfig | None = None
 
     def begin(self) -> None:
         """Goes on with a new chat."""
-        self.chat_id, self._title = new_chat_id(), ""
+        self.chat_id, self._title, self.sampling = new_chat_id(), "", None
 
     def resume(self, stored: StoredChat) -> Conversation:
         """Goes on with a stored chat. Returns its conversation."""
         self.chat_id, self._title = stored.chat_id, stored.title
+        self.sampling = stored.sampling
         return stored.conversation
 
-    def save(
-        self, conversation: Conversation, *, model: str, sampling: SamplingConfig | None
-    ) -> None:
-        """Saves the chat as it is now."""
+    def save(self, conversation: Conversation, *, model: str) -> Conversation:
+        """Saves the chat as it is now.
+
+        Returns:
+            What to go on with: it has another program's turns too, where there are any.
+        """
         if not conversation.turns:
-            return
+            return conversation
         chat = StoredChat(
             chat_id=self.chat_id,
             title=self._title,
             model=model,
             conversation=conversation,
-            sampling=sampling,
+            sampling=self.sampling,
         )
         try:
-            # The store may keep it under another id, where another program goes on with it.
-            self.chat_id = self._store.save(chat)
+            kept = self._store.save(chat)
+            if kept is not conversation:
+                conversation = kept
+                self._say(f"note: {CHANGED_ELSEWHERE}")
             self._store.set_last_chat(self.chat_id)
         except MiraError as error:
             if not self._has_failed:
                 self._has_failed = True
                 self._say(f"note: this chat is not being saved: {error.message}")
+        return conversation
 
 
 def find_chat(store: HistoryStore, wanted: str | None) -> StoredChat:

@@ -20,8 +20,12 @@ from .stored_chat import StoredChat, new_chat_id, title_of
 class History(Protocol):
     """Where chats are kept."""
 
-    def save(self, chat: StoredChat) -> object:
-        """Keeps a chat; raises `MiraError` where it cannot."""
+    def save(self, chat: StoredChat) -> Conversation:
+        """Keeps a chat; raises `MiraError` where it cannot.
+
+        Returns:
+            The same conversation, or one with what another app has added to the chat.
+        """
 
 
 class OpenChat:
@@ -33,7 +37,7 @@ class OpenChat:
         conversation: The chat.
         stats: Figures of the running or the last reply.
         trimmed: What of the chat did not fit the context of the running or the last reply.
-        sampling: How tokens of this chat are chosen.
+        sampling: How tokens of this chat are chosen in this run.
         chat_id: The chat's name in the history.
         history: Where chats are kept, `None` for nowhere.
         title: Its name for people: how its first question begins, until it is renamed.
@@ -46,10 +50,14 @@ class OpenChat:
         self.stats = ReplyStats()
         self.trimmed: ContextTrimmed | None = None
         self.sampling = settings.sampling
+        self._own_sampling: SamplingConfig | None = None
+        """What was chosen for this chat alone, and is kept with it."""
         self.chat_id = new_chat_id()
         self.title = ""
         self.history = history
         self._save_error: MiraError | None = None
+        self._was_changed_elsewhere = False
+        """Whether another app's turns came into the chat, and nobody was told yet."""
         self._is_reply_due = False
         """Whether the question at the head is to be asked once the model is loaded."""
         self._partial = self._thinking = ""
@@ -88,9 +96,7 @@ class OpenChat:
             ValueError: A reply is under way.
         """
         self._refuse_while_replying()
-        self._show(
-            Conversation(system_prompt=self.settings.system_prompt), self.settings.sampling, ""
-        )
+        self._show(Conversation(system_prompt=self.settings.system_prompt), None, "")
         self.chat_id = new_chat_id()
 
     def open_chat(self, chat: StoredChat) -> None:
@@ -100,7 +106,7 @@ class OpenChat:
             ValueError: A reply is under way.
         """
         self._refuse_while_replying()
-        self._show(chat.conversation, chat.sampling or self.settings.sampling, chat.title)
+        self._show(chat.conversation, chat.sampling, chat.title)
         self.chat_id = chat.chat_id
         head = chat.conversation.head
         self.stats = (head.stats if head is not None else None) or ReplyStats()
@@ -130,14 +136,17 @@ class OpenChat:
     def set_chat_settings(self, system_prompt: str, sampling: SamplingConfig) -> None:
         """Changes what this chat asks for, from the next question on."""
         self.conversation = dataclasses.replace(self.conversation, system_prompt=system_prompt)
-        self.sampling = sampling
+        if sampling != self.sampling:
+            self._own_sampling = None if sampling == self.settings.sampling else sampling
+            self.sampling = sampling
         if self.conversation.turns:
             self._save()
 
     # -- for whoever asks the engine
 
-    def _show(self, conversation: Conversation, sampling: SamplingConfig, title: str) -> None:
-        self.conversation, self.sampling, self.title = conversation, sampling, title
+    def _show(self, conversation: Conversation, own: SamplingConfig | None, title: str) -> None:
+        self.conversation, self.title = conversation, title
+        self.sampling, self._own_sampling = self.settings.sampling_of(own), own
         self.stats = ReplyStats()
         self.trimmed, self._is_reply_due = None, False
         self._partial = self._thinking = ""
@@ -170,14 +179,17 @@ class OpenChat:
         if self.history is None:
             return
         try:
-            self.history.save(
+            kept = self.history.save(
                 StoredChat(
                     chat_id=self.chat_id,
                     title=self.title,
                     model=self.entry.model if self.entry is not None else "",
                     conversation=self.conversation,
-                    sampling=None if self.sampling == self.settings.sampling else self.sampling,
+                    sampling=self._own_sampling,
                 )
             )
         except MiraError as error:
             self._save_error = error
+            return
+        if kept is not self.conversation:
+            self.conversation, self._was_changed_elsewhere = kept, True

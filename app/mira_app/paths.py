@@ -44,6 +44,11 @@ def config_path(environ: Mapping[str, str] = os.environ) -> Path:
     return config_dir() / "config.toml"
 
 
+def is_config_named(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether the person named the settings file, so that it ought to be there."""
+    return bool(environ.get(CONFIG_VARIABLE))
+
+
 def state_dir(environ: Mapping[str, str] = os.environ) -> Path:
     """Returns the directory of what the app remembers, beside the data where that was moved."""
     if environ.get(DATA_DIR_VARIABLE):

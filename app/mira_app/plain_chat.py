@@ -223,13 +223,15 @@ class PlainChat:
         """Has the question at the head answered, and saves it with whatever came of it."""
         self._conversation = conversation
         self._save()  # Before the reply: it may be the last thing this program does.
+        conversation = self._conversation
         answer = self._answer = Answer()
         streams = ReplyStreams(self._out, self._err if self._is_thinking_shown else None)
         status, failure = TurnStatus.COMPLETE, ""
         self._has_failed = False
         try:
             answer.loaded = self._ensure_loaded()
-            self._answerer.reply(conversation.messages(), self._settings.sampling, answer, streams)
+            sampling = self._settings.sampling_of(self._kept.sampling)
+            self._answerer.reply(conversation.messages(), sampling, answer, streams)
             if answer.reason is FinishReason.CANCELLED:
                 status = TurnStatus.STOPPED
             elif answer.reason in (FinishReason.LENGTH, FinishReason.CONTEXT):
@@ -255,9 +257,7 @@ class PlainChat:
             self._save()
 
     def _save(self) -> None:
-        self._kept.save(
-            self._conversation, model=self._settings.model, sampling=self._settings.sampling
-        )
+        self._conversation = self._kept.save(self._conversation, model=self._settings.model)
 
     def _say(self, text: str) -> None:
         print(sanitise(text), file=self._err, flush=True)

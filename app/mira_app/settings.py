@@ -6,6 +6,7 @@ and writing the file is `settings_file`.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -35,6 +36,8 @@ class Settings:
             person named it.
         engine: How the model is loaded.
         sampling: How tokens are chosen.
+        given_sampling: What of that the command line says, by attribute: it holds for this run,
+            in chats too that have a sampling of their own, and is never kept with one.
         system_prompt: First message of every chat; empty leaves it to the model's template.
         interface: How the application looks and behaves.
         connect: Address of the server whose model answers, `None` for the engine here. Then
@@ -47,9 +50,18 @@ class Settings:
     sampling: SamplingConfig = field(
         default_factory=lambda: DEFAULTS[SamplingConfig]  # type: ignore[arg-type, return-value]
     )
+    given_sampling: Mapping[str, object] = field(default_factory=dict)
     system_prompt: str = ""
     interface: InterfaceSettings = field(default_factory=InterfaceSettings)
     connect: str | None = None
+
+    def sampling_of(self, own: SamplingConfig | None) -> SamplingConfig:
+        """Returns how tokens of a chat are chosen in this run.
+
+        Args:
+            own: What the chat has of its own, `None` for nothing.
+        """
+        return self.sampling if own is None else dataclasses.replace(own, **self.given_sampling)
 
 
 class Origin(enum.StrEnum):
@@ -131,6 +143,11 @@ def build_settings(chosen: Mapping[str, Chosen]) -> Settings:
         is_model_given=_is_model_given(chosen),
         engine=EngineConfig(link=link, **values[EngineConfig]),  # type: ignore[arg-type]
         sampling=SamplingConfig(**values[SamplingConfig]),  # type: ignore[arg-type]
+        given_sampling={
+            setting.attribute: chosen[setting.name].value
+            for setting in FIELDS
+            if setting.part is SamplingConfig and chosen[setting.name].origin is Origin.FLAG
+        },
         system_prompt=chat.system_prompt,
         interface=InterfaceSettings(**values[InterfaceSettings]),  # type: ignore[arg-type]
         connect=chat.connect,

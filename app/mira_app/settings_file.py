@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from mira_engine.api import ConfigError
 
 from .atomic_file import replace_file
+from .paths import CONFIG_VARIABLE, is_config_named
 from .setting_fields import FIELDS, FIELDS_BY_NAME, SECTION_TITLES, Section, SettingField
 from .settings import Settings, build_settings, choose_settings
 
@@ -66,13 +67,18 @@ class SettingsFile:
         return _place(self.path, self.text, setting.section.value, key or name)
 
 
-def read_settings_file(path: Path) -> SettingsFile:
-    """Reads a file; raises nothing: what is wrong is in `problems`."""
+def read_settings_file(path: Path, *, is_named: bool = False) -> SettingsFile:
+    """Reads a file; raises nothing: what is wrong is in `problems`.
+
+    Args:
+        path: The file.
+        is_named: Whether the person named it: then it is a mistake that it is not there.
+    """
     try:
         text = path.read_text(encoding="utf-8-sig")
         document = tomllib.loads(text)
     except FileNotFoundError:
-        return SettingsFile(path=path)
+        return SettingsFile(path=path, problems=(_absence_problem(path),) if is_named else ())
     except OSError as error:
         what = f"{path} cannot be read: {error.strerror or error}."
         problem = ConfigError(what, hint="Make it readable, or move it away.")
@@ -85,6 +91,13 @@ def read_settings_file(path: Path) -> SettingsFile:
     else:
         return _take(path, text, document)
     return SettingsFile(path=path, is_there=True, problems=(problem,))
+
+
+def _absence_problem(path: Path) -> ConfigError:
+    return ConfigError(
+        f"The settings file {path} is not there, though {CONFIG_VARIABLE} names it.",
+        hint="Correct the variable; or `mira-chat config --init` writes the file.",
+    )
 
 
 def _syntax_problem(path: Path, text: str, said: str) -> ConfigError:
@@ -189,13 +202,13 @@ def open_settings(
     Args:
         flags: Values by setting name; `None` was not given.
         environ: Environment variables.
-        path: The settings file; it need not exist.
+        path: The settings file; it need not exist unless a variable names one.
         is_lenient: Whether mistakes in the file are returned instead of raised.
 
     Raises:
         ConfigError: A flag or a variable cannot be used; or the file, unless lenient.
     """
-    file = read_settings_file(path)
+    file = read_settings_file(path, is_named=is_config_named(environ))
     if file.problems and not is_lenient:
         first, *others = file.problems
         more = f" `mira-chat config` lists {len(others)} more." if others else ""

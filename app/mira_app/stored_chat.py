@@ -18,6 +18,12 @@ from .conversation import Conversation, Role, Turn, TurnStatus
 
 MAX_TITLE_CHARS = 60
 
+CHANGED_ELSEWHERE = (
+    "This chat was changed by another window. All of it is kept; what is said here goes on as a "
+    "branch beside that."
+)
+"""What a person is told whose chat another app went on with."""
+
 
 class HistoryError(MiraError):
     """Chats cannot be read or written."""

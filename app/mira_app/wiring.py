@@ -142,6 +142,33 @@ def open_settings_of(flags: Flags, *, is_lenient: bool = False) -> OpenedSetting
     return open_settings(given, os.environ, config_path(), is_lenient=is_lenient)
 
 
+def refuse_engine_flags(flags: Flags, settings: Settings) -> None:
+    """Refuses options of the engine here where a server runs the model.
+
+    Only those given on the command line: file and environment hold for other runs, too.
+
+    Raises:
+        ConfigError: There are some; names them.
+    """
+    if settings.connect is None:
+        return
+    from mira_engine.api import ConfigError
+
+    from .remote.address import host_of
+    from .setting_fields import FIELDS_BY_NAME, Section
+
+    idle = [
+        "-k" if name == "k" else f"--{name.replace('_', '-')}"
+        for name, value in flags.items()
+        if value is not None and FIELDS_BY_NAME[name].section is Section.ENGINE
+    ]
+    if idle:
+        raise ConfigError(
+            f"Without effect on a model that {host_of(settings.connect)} runs: {', '.join(idle)}.",
+            hint="Leave that out; or chat with a model of this machine by --connect ''.",
+        )
+
+
 def is_terminal(stream: TextIO | None) -> bool:
     """Whether a stream can show bars and screens; a dumb terminal is as good as a file."""
     return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"

@@ -8,6 +8,7 @@
     │   ├── CheckpointError        a shard is missing, truncated or no weights file
     │   └── FormatError            an expert format cannot hold this model's experts
     ├── PrepareError               download or conversion stopped
+    │   ├── ModelBusyError         another process works on the model
     │   ├── DiskSpaceError         not enough room on the disk
     │   ├── IndexUnreachableError  the package index does not answer
     │   └── HubError               the hub and its files
@@ -90,6 +91,10 @@ class FormatError(ModelError):
 
 class PrepareError(MiraError):
     """Download or conversion stopped."""
+
+
+class ModelBusyError(PrepareError):
+    """Another process works on the model."""
 
 
 class DiskSpaceError(PrepareError):

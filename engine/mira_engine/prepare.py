@@ -34,7 +34,7 @@ from .checkpoint.shard_stream import ShardStream
 from .checkpoint.store import StoreManifest
 from .checkpoint.work import CheckpointWork, refuse_formats
 from .checkpoint.writing import MOVE_DATA, disk_errors, require_space, write_json
-from .errors import CheckpointError, PrepareError
+from .errors import CheckpointError, ModelBusyError
 from .library import SOURCE_FILE, ModelHome
 from .model.chat import check_chat_files
 from .types import Precision, Rounding
@@ -345,7 +345,7 @@ def locked(home: ModelHome) -> Iterator[None]:
     """Keeps other processes from working on the same model meanwhile.
 
     Raises:
-        PrepareError: One does already.
+        ModelBusyError: One does already.
     """
     with disk_errors(home.root):
         home.root.mkdir(parents=True, exist_ok=True)
@@ -353,7 +353,7 @@ def locked(home: ModelHome) -> Iterator[None]:
     try:
         lock.acquire()
     except filelock.Timeout as error:
-        raise PrepareError(
+        raise ModelBusyError(
             f"{home.title} is being prepared by another process.",
             hint="Wait for it, or end it, and try again.",
         ) from error

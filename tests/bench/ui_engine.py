@@ -135,6 +135,7 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as home:
         make_home(args.data_dir, Path(home), is_known=True)
+        (Path(home) / "config.toml").touch()
         os.environ |= {
             "MIRA_CHAT_DATA_DIR": home,
             "MIRA_CHAT_CONFIG": str(Path(home) / "config.toml"),

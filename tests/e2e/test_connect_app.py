@@ -7,6 +7,8 @@ import sys
 from e2e.terminal import Terminal
 from fake_server import WAIT_S, FakeServer, stalls
 from mira_app.app_state import AppState, StateFile
+from mira_app.conversation import Conversation
+from mira_app.history import HistoryStore, StoredChat
 
 PROGRAM = [sys.executable, "-m", "mira_app.cli"]
 
@@ -28,6 +30,33 @@ def test_connected_app_chats_stops_and_leaves(data_dir):
         terminal.press("ctrl+q")
         assert terminal.wait_exit() == 0
     assert state.load().model == "builtin"  # a server's model is none that opens here
+
+
+def test_connected_app_sends_the_last_chat_only_where_it_was_named(data_dir):
+    StateFile(data_dir / "state" / "state.json").save(AppState(is_tour_done=True))
+    store = HistoryStore(data_dir / "history.sqlite3")
+    store.open()
+    last = Conversation().with_user("What did I say at home?").with_reply("A secret.")
+    store.save(StoredChat(chat_id="c", model="builtin", conversation=last))
+    store.set_last_chat("c")
+    store.close()
+    for command, sent_before in ((), 0), (("chat", "--continue"), 2):
+        with (
+            FakeServer() as server,
+            Terminal([*PROGRAM, *command, "--connect", server.root]) as terminal,
+        ):
+            terminal.wait_for("fake-moe", "Ask something.", timeout_s=60)
+            terminal.type("What is a cache?\r")
+            terminal.wait_for("things near.")
+            messages = [each["content"] for each in server.requests[-1]["messages"]]
+            assert messages[-1] == "What is a cache?"
+            assert len(messages) == 1 + sent_before
+            assert ("A secret." in terminal.text) == bool(sent_before)
+            terminal.press("ctrl+q")
+            assert terminal.wait_exit() == 0
+        store.open()
+        store.set_last_chat("c")
+        store.close()
 
 
 def test_server_that_is_not_there_ends_the_command_before_a_screen(data_dir):

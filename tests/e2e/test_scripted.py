@@ -20,6 +20,7 @@ QUIT_S = 6.0
 
 def open_program(folder: Path, *modes: str) -> Terminal:
     """The program with a home of its own, past its tour."""
+    (folder / "config.toml").touch()
     terminal = Terminal(
         [sys.executable, APP, folder / "ready", ",".join(modes)],
         columns=100,

@@ -33,6 +33,7 @@ def home(builtin_data_dir, tmp_path_factory):
     """A data folder of our own with the prepared model."""
     folder = tmp_path_factory.mktemp("serve-home")
     link_models(builtin_data_dir, folder)
+    (folder / "config.toml").touch()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MIRA_CHAT_DATA_DIR", str(folder))
         patch.setenv("MIRA_CHAT_CONFIG", str(folder / "config.toml"))

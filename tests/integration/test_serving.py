@@ -217,6 +217,16 @@ def test_client_that_leaves_before_its_whole_reply_stops_the_engine(slow):
         third.kill()
 
 
+def test_interrupt_before_the_model_is_there_ends_the_server_at_once(tmp_path):
+    with begun(fake_serve(tmp_path, "slow-prepare"), text=True) as process:
+        assert process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=TIMEOUT_S)
+    assert (process.returncode, out) == (130, "")
+    assert "Traceback" not in err
+    assert "Serving" not in err
+
+
 def test_interrupt_ends_reply_who_waits_and_server_in_order(tmp_path):
     with serving(fake_serve(tmp_path, "slow")) as served, contextlib.ExitStack() as stack:
         first = stack.enter_context(curl(*stream_arguments(served)))

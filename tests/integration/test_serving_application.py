@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import socket
 
 import httpx2
 import openai
 import pytest
 from mira_app import cli
+from mira_app.serving import answers
 from mira_app.serving.application import Service, make_application
 from mira_app.serving.replies import ReplyDesk
 from mira_engine import api
@@ -108,6 +111,40 @@ async def test_reply_that_fails_midway_says_so_in_the_stream(ask):
     with pytest.raises(openai.APIError, match="There was a nan"):
         await read()
     assert "".join(texts) == "A cache "
+
+
+async def test_client_that_stays_and_reads_no_more_frees_the_engine(monkeypatch):
+    """It would hold the one engine there is for ever."""
+    monkeypatch.setattr(answers, "_SENDING_S", 0.01)
+    engine = ScriptedEngine(lambda request, call: say(call, "A cache "))
+    desk = ReplyDesk(engine, lambda: None, max_waiting=1, keep_alive_s=60.0)
+    service = Service(desk, LOADED, name="builtin", defaults=api.SamplingConfig())
+    body = json.dumps({"messages": HELLO, "stream": True}).encode()
+    asked = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> dict:
+        if asked:
+            return asked.pop()
+        await asyncio.Event().wait()  # It stays.
+        raise AssertionError
+
+    sent = []
+
+    async def send(message: dict) -> None:
+        sent.append(message["type"])
+        if message["type"] == "http.response.body":
+            await asyncio.Event().wait()  # The connection takes nothing more.
+
+    scope = {
+        "type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b"",
+        "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
+        "http_version": "1.1", "scheme": "http", "server": ("localhost", 80), "root_path": "",
+    }  # fmt: skip
+    async with asyncio.timeout(60):
+        await make_application(service, key=None)(scope, receive, send)
+    assert sent == ["http.response.start", "http.response.body"]
+    assert engine.cancelled == engine.calls
+    assert len(desk.line) == 0
 
 
 # -- the command ----------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from mira_app.tui.screens.chat import ChatScreen
 from mira_app.tui.screens.chat_settings import ChatSettingsScreen
 from mira_app.tui.screens.code_picker import CodePicker
 from mira_app.tui.widgets.composer import Composer
-from mira_app.tui.widgets.growing_text import Passage
 from mira_app.tui.widgets.message_list import STEP_TURNS, WINDOW_TURNS
 from mira_app.tui.widgets.messages import (
     FoldedQuestion,
@@ -86,8 +85,8 @@ async def test_long_reply_keeps_few_widgets_and_all_of_its_text():
             counts.append(sum(1 for _ in scene.app.screen.walk_children()))
         reply = scene.replies[-1]
         assert reply.answer.source == text
-        assert len(reply.answer.passages) > 2
-        assert any(passage.is_resting for passage in reply.answer.passages)
+        assert len(reply.answer.places) > 2
+        assert any(place.is_resting for place in reply.answer.places)
         assert max(counts) < 600  # all of it would be some 800
         height = messages_of(scene).virtual_size.height
         scene.client.deliver_done(text, STATS)
@@ -101,9 +100,10 @@ async def test_resting_passage_wakes_when_it_is_scrolled_to():
     async with scene.app.run_test(size=SIZE) as pilot:
         await scene.chatting(pilot)
         await exchange(scene, pilot, "q", LONG * 8)
-        await until(pilot, lambda: scene.app.screen.query(Passage).first().is_resting)
+        first = scene.replies[-1].answer.places[0]
+        await until(pilot, lambda: first.is_resting)
         await pilot.press("ctrl+home")
-        await until(pilot, lambda: not scene.app.screen.query(Passage).first().is_resting)
+        await until(pilot, lambda: not first.is_resting)
 
 
 async def test_new_text_below_is_told_and_end_goes_there():

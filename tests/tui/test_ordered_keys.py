@@ -8,10 +8,14 @@ from types import SimpleNamespace
 import pytest
 from app_scenes import Scene, until
 from desk_fakes import BUILTIN, DeskScene
+from fake_engine import PLAN
+from mira_app.controller import Stage
 from mira_app.tui import ordered_keys
 from mira_app.tui.screens.help import HelpScreen
 from mira_app.tui.widgets.composer import Composer
+from mira_engine import api
 from textual import events
+from textual.widgets import Input
 
 SIZE = (100, 30)
 NAMES = {"/": "slash", " ": "space"}
@@ -45,6 +49,61 @@ async def test_letters_after_the_key_that_leaves_a_message_are_written(leave: st
         await until(pilot, lambda: composer.text == "abcy r")
         assert scene.app.focused is composer
         assert len(scene.client.requests) == 2, "neither y nor r was one of the message's keys"
+
+
+async def test_text_between_the_menu_and_the_chat_is_for_the_chat():
+    scene = Scene()
+    async with scene.app.run_test(size=SIZE) as pilot:
+        await scene.picking(pilot)
+        # Of these, a, s, x and / are keys of the menu.
+        type_at_once(scene.app, *"as x/y", "backspace", "down", "ctrl+j")
+        scene.app.post_message(events.Paste("pasted"))
+        work = scene.app.models_screen.work
+        await until(pilot, lambda: "For the chat: as x/ pasted" in str(work.steps.content))
+        scene.client.deliver_loaded(PLAN)
+        await until(pilot, lambda: scene.app._is_chat_opening or scene.app._is_chat_dressed)
+        type_at_once(scene.app, *"!")
+        await until(pilot, lambda: isinstance(scene.app.focused, Composer))
+        await until(pilot, lambda: scene.app.focused.text == "as x/\npasted!")
+        assert len(scene.client.requests) == 1, "nothing is sent that nobody sent"
+
+
+async def test_question_sent_between_the_menu_and_the_chat_is_asked():
+    scene = Scene()
+    async with scene.app.run_test(size=SIZE) as pilot:
+        await scene.picking(pilot)
+        type_at_once(scene.app, "enter", *"why?", "enter")
+        scene.client.deliver_loaded(PLAN)
+        await scene.requested(pilot, 2)
+        assert scene.client.requests[-1].messages[-1].content == "why?"
+
+
+async def test_text_for_a_chat_that_does_not_come_waits_for_the_next_and_is_not_sent():
+    scene = Scene()
+    async with scene.app.run_test(size=SIZE) as pilot:
+        await scene.picking(pilot)
+        type_at_once(scene.app, *"why?", "enter")
+        await until(pilot, lambda: scene.app.kept_text == "why?\n")
+        scene.client.calls[-1].fail(api.BudgetError("The budget is too small."))
+        await until(pilot, lambda: scene.controller.stage is Stage.FAILED)
+        await until(pilot, lambda: scene.app.kept_text == "why?")
+        await pilot.press("enter")
+        await scene.requested(pilot, 2)
+        scene.client.deliver_loaded(PLAN)
+        await until(pilot, lambda: isinstance(scene.app.focused, Composer))
+        await until(pilot, lambda: scene.app.focused.text == "why?")
+        assert len(scene.client.requests) == 2
+
+
+async def test_letters_of_a_search_over_a_model_that_loads_are_searched(tmp_path: Path) -> None:
+    scene = Scene()
+    async with scene.app.run_test(size=SIZE) as pilot:
+        await scene.picking(pilot)
+        await pilot.press("ctrl+p")
+        await until(pilot, lambda: isinstance(scene.app.focused, Input))
+        await pilot.press(*"help")
+        assert scene.app.focused.value == "help"
+        assert scene.app.kept_text == ""
 
 
 async def test_paste_waits_for_the_key_before_it() -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from app_scenes import NOTICES, until
 from mira_app.panel_history import PanelState
+from mira_app.remote.figures import ServerFigures
 from mira_app.tui.screens import details
 from mira_app.tui.screens.details import DetailsScreen
 from mira_app.tui.widgets.live_panel import COLUMN_WIDTH
@@ -337,6 +338,38 @@ async def test_details_show_map_and_plots_and_close(size: tuple[int, int]) -> No
             assert "a cell is" in str(screen.map._legend.content)
         await pilot.press("f4")
         await until(pilot, lambda: not isinstance(app.screen, DetailsScreen))
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)])
+async def test_details_say_so_in_words_until_there_is_something_to_plot(size) -> None:
+    app = PanelApp()
+    async with app.run_test(size=size) as pilot:
+        await pilot.press("f4")
+        await until(pilot, lambda: isinstance(app.screen, DetailsScreen))
+        screen, feed = app.screen, Feed()
+        assert str(screen.sentence.content) == details.NO_REPLY
+        await until(pilot, lambda: screen.sentence.region.height > 0)
+        assert screen.map.display
+        assert not screen.plots.display
+        for _ in range(2):
+            app.state = feed.next()
+        await until(pilot, lambda: screen.plots.display)
+        assert not screen.sentence.display
+        assert all(plot._session is app.state.session for plot in screen.query(HistoryPlot))
+
+
+async def test_details_of_a_server_show_its_rate_and_name_what_is_missing() -> None:
+    app = PanelApp()
+    async with app.run_test(size=(120, 40)) as pilot:
+        app.state = replace(fed(), server=ServerFigures(address="http://host:8000/v1"))
+        await pilot.press("f4")
+        await until(pilot, lambda: isinstance(app.screen, DetailsScreen))
+        screen = app.screen
+        assert str(screen.sentence.content) == details.OF_A_SERVER
+        assert not screen.map.display
+        first, *others = screen.query(HistoryPlot)
+        await until(pilot, lambda: first.region.height > 0)
+        assert not any(plot.display for plot in others)
 
 
 async def test_details_follow_the_session() -> None:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 from app_fakes import FakeHistory
 from app_scenes import state_text, until
-from fake_server import REPLY, FakeServer, cuts, refuses, says, stalls
+from fake_server import REPLY, WAIT_S, FakeServer, cuts, refuses, says, stalls
 from mira_app.controller import ChatController
 from mira_app.conversation import TurnStatus
+from mira_app.remote.address import host_of
 from mira_app.remote.catalog import RemoteCatalog, with_served_model
 from mira_app.remote.client import RemoteClient
 from mira_app.settings import load_settings
 from mira_app.tui.app import MiraApp
+from mira_app.tui.footer_keys import KeyFooter
 from mira_app.tui.screens.controls import ControlsScreen
 from mira_app.tui.screens.models import ModelsScreen
 from mira_app.tui.widgets.composer import Composer
 from mira_app.tui.widgets.messages import InfoMessage, ReplyMessage
 from mira_engine import api
+from textual.widgets._footer import FooterKey
 
 METRICS = 'vllm:kv_cache_usage_perc{engine="0"} 0.25\nvllm:num_requests_waiting 3\n'
 
@@ -155,6 +160,69 @@ async def test_settings_reach_the_server_and_panels_show_what_it_reports(make_ap
         assert "Served by" not in panel_text(app)
         await pilot.press("f2")
         assert not isinstance(app.screen, ControlsScreen)
+
+
+@pytest.fixture
+def make_named_app():
+    """Makes an app with a named model of a server, which nobody has asked yet."""
+    clients: list[RemoteClient] = []
+
+    def make(address: str) -> MiraApp:
+        clients.append(RemoteClient(address))
+        settings = load_settings({"connect": address, "model": "fake-moe"}, {})
+        return MiraApp(ChatController(clients[-1], RemoteCatalog(clients[-1]), settings))
+
+    yield make
+    for client in clients:
+        client.close()
+
+
+async def test_server_that_is_not_there_is_told_in_words_of_a_server(make_named_app):
+    app = make_named_app("http://127.0.0.1:1/v1")
+    async with app.run_test(size=(120, 40)) as pilot:
+        await until(pilot, lambda: state_text(app) == "not connected")
+        await until(pilot, lambda: any("Nothing can be reached" in t for t in info_texts(app)))
+        footer = app.screen.query_one(KeyFooter)
+        await until(pilot, lambda: footer.query(FooterKey))
+        assert "Controls" not in [key.description for key in footer.query(FooterKey)]
+        await until(pilot, lambda: "127.0.0.1:1" in panel_text(app))
+        for word in ("Served by", "Drafting", "Memory"):
+            assert word not in panel_text(app)
+        assert "nested" not in str(app.chat_screen.model_line.content)
+        await pilot.press("f2")
+        assert not isinstance(app.screen, ControlsScreen)
+
+
+async def test_question_to_a_server_that_came_back_says_so(server, make_named_app):
+    app, server.models = make_named_app(server.address), refuses(503)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await until(pilot, lambda: state_text(app) == "not connected")
+        server.models = ("fake-moe",)
+        await ask(pilot, "are you there?")
+        await until_answered(pilot, 2)
+        assert app.controller.conversation.head.content == REPLY
+        await until(pilot, lambda: any("reached again" in text for text in info_texts(app)))
+        assert not any("engine" in text for text in info_texts(app))
+
+
+async def test_menu_of_a_server_connects_and_loads_nothing(make_app, server):
+    server.models = ("one", "two")
+    app = make_app()
+    async with app.run_test(size=(120, 40)) as pilot:
+        await until(pilot, lambda: app.models_screen.model_list.row_count == 2)
+        has_asked = threading.Event()
+
+        def waits(handler) -> None:
+            has_asked.wait(WAIT_S)
+            handler.answer(200, '{"data": [{"id": "one"}]}')
+
+        server.models = waits
+        await pilot.press("enter")
+        step = app.models_screen.work.step
+        host = host_of(server.address)
+        await until(pilot, lambda: str(step.content) == f"Connecting to {host} ...")
+        has_asked.set()
+        await until_ready(pilot)
 
 
 async def test_several_models_are_listed_to_pick_from(make_app, server):

@@ -305,7 +305,7 @@ def test_rm_removes_an_interrupted_download_that_models_lists(invoke, data_dir):
 
 @pytest.fixture
 def settings_file(data_dir, tmp_path):
-    """Where the commands look for settings; nothing is there yet."""
+    """Where the commands look for settings; nothing is in it yet."""
     return tmp_path / "config.toml"
 
 
@@ -396,6 +396,7 @@ def test_config_with_a_problem_exits_2_and_prints_the_report_all_the_same(
 
 
 def test_config_path_and_init_are_about_the_file_in_force(invoke, settings_file):
+    settings_file.unlink()
     assert invoke("config", "--path").stdout == f"{settings_file}\n"
     assert "config --init" in invoke("config").stdout.splitlines()[0]
     done = invoke("config", "--init")
@@ -414,6 +415,39 @@ def test_config_init_where_it_cannot_be_written_exits_1(invoke, tmp_path, monkey
     done = invoke("config", "--init")
     assert done.exit_code == 1
     assert "cannot be written" in done.stderr
+
+
+@pytest.mark.parametrize("command", [("config",), ("models",), ("run", "hello")])
+def test_settings_file_that_is_named_and_not_there_is_wrong_usage(invoke, settings_file, command):
+    settings_file.unlink()
+    done = invoke(*command)
+    assert done.exit_code == 2
+    assert f"{settings_file} is not there, though MIRA_CHAT_CONFIG names it." in done.output
+    assert "config --init" in done.output
+
+
+def test_settings_file_that_nobody_named_may_be_missing(invoke, settings_file, monkeypatch):
+    monkeypatch.delenv("MIRA_CHAT_CONFIG")
+    done = invoke("config")
+    assert (done.exit_code, "problem" in done.stdout) == (0, False)
+
+
+@pytest.mark.parametrize("command", [("run", "hello"), ("chat", "--plain")])
+def test_options_of_the_engine_are_refused_where_a_server_runs_the_model(
+    invoke, data_dir, monkeypatch, command
+):
+    monkeypatch.setattr(wiring, "make_remote_client", lambda address: pytest.fail("asked"))
+    given = ("--memory", "8GiB", "-k", "2", "--no-prefetch", "--max-tokens", "9")
+    done = invoke(*command, "--connect", "http://host:8000", *given)
+    assert done.exit_code == 2
+    assert "that host:8000 runs: --memory, -k, --prefetch." in done.output
+    assert "max-tokens" not in done.output
+
+
+def test_options_of_the_engine_are_taken_where_no_server_is_and_from_the_environment(monkeypatch):
+    monkeypatch.setenv("MIRA_CHAT_MEMORY", "8GiB")
+    for flags in ({"memory": "8GiB", "connect": ""}, {"connect": "http://host:8000"}):
+        wiring.refuse_engine_flags(flags, wiring.read_settings(flags))
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -96,6 +96,40 @@ def test_report_names_the_variable_of_a_theme_that_is_none(path):
     assert problem.hint == "Did you mean dracula? It comes from the variable MIRA_CHAT_THEME."
 
 
+def test_report_names_both_variables_of_a_setting_where_both_are_wrong(path):
+    path.write_text('[chat]\nconnect = "http://host:8000"\n', encoding="utf-8")
+    environ = {"MIRA_CHAT_CONNECT": "ftp://x", "MIRA_CONNECT": "http://"}
+    report = make_config_report(environ, path)
+    assert [problem.hint.rpartition(" ")[2] for problem in report.problems] == [
+        "MIRA_CHAT_CONNECT.", "MIRA_CONNECT.",
+    ]  # fmt: skip
+    assert [line[:8] for line in report.lines() if "connect cannot be" in line] == ["problem:"] * 2
+    assert line_of(report, "connect") == ["connect", "http://host:8000/v1", "file"]
+    one_right = make_config_report(environ | {"MIRA_CONNECT": "http://other"}, path)
+    assert line_of(one_right, "connect")[2:] == ["environment", "(MIRA_CONNECT)"]
+    assert len(one_right.problems) == 1
+
+
+def test_report_notes_variables_that_are_no_settings(path):
+    environ = {
+        "MIRA_CHAT_BUDGT": "40%", "MIRA_CHAT_WHATEVER": "1", "MIRA_CHAT_K": "2",
+        "MIRA_CHAT_DATA_DIR": "/x", "MIRA_CHATTER": "1", "_MIRA_CHAT_COMPLETE": "1",
+    }  # fmt: skip
+    report = make_config_report(environ, path)
+    assert report.problems == ()
+    assert [note.message.split()[2] for note in report.notes] == [
+        "MIRA_CHAT_BUDGT", "MIRA_CHAT_WHATEVER",
+    ]  # fmt: skip
+    assert report.notes[0].hint == "Did you mean MIRA_CHAT_BUDGET?"
+    assert report.lines()[-2].startswith("note: The variable MIRA_CHAT_WHATEVER")
+    assert len(json.loads(report.to_json())["notes"]) == 2
+
+
+def test_report_of_a_named_file_that_is_not_there_is_a_problem(path):
+    (problem,) = make_config_report({"MIRA_CHAT_CONFIG": str(path)}, path).problems
+    assert "MIRA_CHAT_CONFIG names it" in problem.message
+
+
 def test_report_takes_every_theme_and_binding_that_there_is(path):
     path.write_text('[interface]\ntheme = "nord"\n[keymap]\napp.help = "f10"\n', encoding="utf-8")
     assert make_config_report({}, path).problems == ()

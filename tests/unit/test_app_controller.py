@@ -9,7 +9,7 @@ from app_fakes import FakeCatalog, FakeEngineClient, FakeHistory
 from fake_engine import PLAN, STATS
 from mira_app.controller import ChatController, Stage
 from mira_app.conversation import Conversation, TurnStatus
-from mira_app.settings import Settings
+from mira_app.settings import Settings, load_settings
 from mira_app.stored_chat import StoredChat
 from mira_engine import api
 
@@ -224,6 +224,49 @@ def test_opened_chat_goes_on_with_its_own_sampling_and_prompt(ready, client, his
     ready.new_chat()
     assert ready.chat_id != "x"
     assert (ready.title, ready.system_prompt, ready.sampling) == ("", "", Settings().sampling)
+
+
+def test_option_of_the_sampling_holds_for_this_run_and_is_not_kept(client, history):
+    settings = load_settings({"max_tokens": 20}, {})
+    controller = ChatController(client, FakeCatalog(is_ready=True), settings, history=history)
+    controller.choose("builtin")
+    client.deliver_loaded(PLAN)
+    controller.poll()
+    controller.send("q")
+    assert client.requests[-1].sampling.max_new_tokens == 20
+    assert history.saved[-1].sampling is None
+    client.deliver_done("a", STATS)
+    controller.poll()
+    own = api.SamplingConfig(temperature=1.5, max_new_tokens=99)
+    controller.open_chat(StoredChat(chat_id="x", conversation=Conversation(), sampling=own))
+    assert controller.sampling == replace(own, max_new_tokens=20)
+    controller.send("q")
+    assert history.saved[-1].sampling == own
+
+
+def test_sampling_that_is_set_in_a_chat_is_kept_with_it_though_an_option_was_given(client, history):
+    settings = load_settings({"max_tokens": 20}, {})
+    controller = ChatController(client, FakeCatalog(is_ready=True), settings, history=history)
+    controller.conversation = Conversation().with_user("q")
+    controller.set_chat_settings("be kind", controller.sampling)
+    assert history.saved[-1].sampling is None, "only the prompt was changed"
+    chosen = replace(controller.sampling, temperature=1.5)
+    controller.set_chat_settings("be kind", chosen)
+    assert history.saved[-1].sampling == controller.sampling == chosen
+    controller.set_chat_settings("be kind", settings.sampling)
+    assert history.saved[-1].sampling is None
+
+
+def test_turns_of_another_app_come_into_the_chat_and_are_told_once(ready, client, history):
+    ready.send("q")
+    other = Conversation().with_user("theirs")
+    history.save = lambda chat: chat.conversation.grafted_on(other)
+    client.deliver_done("a", STATS)
+    update = ready.poll()
+    assert update.is_changed_elsewhere
+    assert [turn.content for turn in ready.conversation.turns] == ["theirs", "q", "a"]
+    assert [turn.content for turn in ready.conversation.path()] == ["q", "a"]
+    assert not ready.poll().is_changed_elsewhere
 
 
 def test_opened_chat_that_ends_with_a_question_is_not_asked_by_itself(ready, client):

@@ -64,6 +64,50 @@ def test_partial_reply_stays_and_empty_one_is_left_out_with_its_question():
     assert contents(broken.with_user("r")) == ["r"]
 
 
+def test_version_is_grafted_on_another_as_a_branch_of_it():
+    start = Conversation(system_prompt="s").with_user("q").with_reply("a")
+    theirs = start.with_user("r").with_reply("b").before_reply().with_reply("c")
+    mine = start.with_user("r").with_reply("d").with_user("x").at(1).with_user("y")
+    both = mine.grafted_on(theirs)
+    assert both.turns[:5] == theirs.turns
+    assert contents(both) == contents(mine) == ["s", "q", "a", "y"]
+    assert [turn.content for turn in both.siblings(both.head_id)] == ["r", "y"]
+    assert [turn.content for turn in both.siblings(3)] == ["b", "c", "d"]
+    assert contents(both.at_sibling(both.head_id, -1)) == ["s", "q", "a", "r", "d", "x"]
+    assert mine.grafted_on(both) == both, "a second time adds nothing"
+    assert start.grafted_on(theirs).turns == theirs.turns
+
+
+def grown(start: Conversation, steps) -> Conversation:
+    for is_moving, number in steps:
+        if is_moving and start.turns:
+            start = start.at(number % len(start.turns))
+        else:
+            start = start.with_user(f"q{number % 3}")
+    return start
+
+
+def said(chat: Conversation) -> tuple[str, ...]:
+    return tuple(turn.content for turn in chat.path())
+
+
+def paths(chat: Conversation) -> set[tuple[str, ...]]:
+    return {said(chat.at(turn.turn_id)) for turn in chat.turns}
+
+
+@given(*[st.lists(st.tuples(st.booleans(), st.integers(0, 20)), max_size=12)] * 3)
+def test_grafted_version_has_all_of_both_and_stands_where_it_stood(common, one, other):
+    start = grown(Conversation().with_user("q"), common)
+    mine, theirs = grown(start, one), grown(start, other)
+    both = mine.grafted_on(theirs)
+    assert both.turns[: len(theirs.turns)] == theirs.turns
+    assert len(both.turns) <= len(theirs.turns) + len(mine.turns) - len(start.turns)
+    assert said(both) == said(mine)
+    assert [said(both.at(v)) for v in both.visited] == [said(mine.at(v)) for v in mine.visited]
+    assert mine.grafted_on(both) == both
+    assert paths(both) == paths(mine) | paths(theirs)
+
+
 def test_operations_leave_the_old_conversation_alone():
     chat = Conversation().with_user("q")
     chat.with_reply("a")

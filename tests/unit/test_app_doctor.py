@@ -128,6 +128,32 @@ def test_settings_that_cannot_be_used_are_facts_and_the_rest_is_told(mira, tmp_p
     assert "starts and answers" in done.stdout
 
 
+def test_theme_and_key_that_are_none_are_facts_with_their_lines(mira, tmp_path):
+    (tmp_path / "config.toml").write_text(
+        '[interface]\ntheme = "mira-lihgt"\n[keymap]\n"chat.nwe" = "f9"\n'
+    )
+    done = mira("doctor")
+    assert done.returncode == 1
+    assert "line 2: There is no theme 'mira-lihgt'." in done.stdout
+    assert "hint: Did you mean mira-light?" in done.stdout
+    assert "line 4: keymap: there is no binding 'chat.nwe'." in done.stdout
+    assert done.stdout.count("problem  settings ") == 2
+
+
+def test_variable_that_is_no_setting_is_a_note_and_a_file_that_is_missing_a_problem(
+    mira, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("MIRA_CHAT_BUDGT", "40%")
+    done = mira("doctor")
+    assert done.returncode == 0, done.stdout
+    assert "note     variable" in done.stdout
+    assert "hint: Did you mean MIRA_CHAT_BUDGET?" in done.stdout
+    (tmp_path / "config.toml").unlink()
+    done = mira("doctor")
+    assert done.returncode == 1
+    assert done.stdout.count("though MIRA_CHAT_CONFIG names it") == 1
+
+
 def test_settings_folder_that_cannot_be_used_names_its_own_variable(tmp_path):
     (tmp_path / "file").touch()
     folders = {"settings-folder": tmp_path / "file", "data-folder": tmp_path / "file"}

@@ -356,20 +356,20 @@ def check_file(path: Path) -> None:
 def test_two_apps_writing_at_once_keep_everything_of_both(path):
     children = [start_child(path, name, num_chats=12, num_turns=6) for name in ("one", "two")]
     go(*children)
-    kept: dict[str, int] = {}
     for child in children:
-        output, _ = child.communicate(timeout=60)
+        child.communicate(timeout=60)
         assert child.returncode == 0
-        for line in output.splitlines():
-            _, chat_id, num_turns = line.split()
-            kept[chat_id] = max(int(num_turns), kept.get(chat_id, 0))
     check_file(path)
     with opened(path) as store:
-        assert {c.chat_id: c.num_turns for c in store.chats()} == kept
-        assert len(kept) == 24  # eleven of each, and the shared one twice
-        # In no chat are the words of one app among those of the other.
-        for chat_id in kept:
-            assert len({text.split()[0] for text in contents(store, chat_id)}) == 1
+        kept = {c.chat_id: c.num_turns for c in store.chats()}
+        assert kept == {chat_id: 12 if chat_id == "shared" else 6 for chat_id in kept}
+        assert len(kept) == 23  # eleven of each, and the shared one
+        # On no branch are the words of one app among those of the other.
+        shared = store.load("shared").conversation
+        leaves = {turn.turn_id for turn in shared.turns} - {t.parent_id for t in shared.turns}
+        branches = [[turn.content for turn in shared.at(leaf).path()] for leaf in leaves]
+        assert sorted(map(len, branches)) == [6, 6]
+        assert all(len({text.split()[0] for text in branch}) == 1 for branch in branches)
 
 
 @pytest.mark.parametrize("num_lines", [1, 4, 9, 17])
@@ -397,7 +397,7 @@ def test_killed_process_loses_no_turn_whose_save_returned(path, num_lines):
     check_file(path)
 
 
-def test_chat_that_another_app_went_on_with_is_kept_beside_it(path):
+def test_chat_that_another_app_went_on_with_goes_on_as_a_branch_of_it(path):
     start = chat_of("q", "a", chat_id="c")
     with opened(path) as mine, opened(path) as other:
         mine.save(start)
@@ -407,16 +407,27 @@ def test_chat_that_another_app_went_on_with_is_kept_beside_it(path):
         )
         mine.load("c")  # to look at it in the history must not hide the difference
         went_on = dataclasses.replace(start, conversation=start.conversation.with_user("mine"))
-        kept_as = mine.save(went_on)
-        assert kept_as != "c"
-        assert contents(mine, "c") == ["q", "a", "theirs"]
-        assert contents(mine, kept_as) == ["q", "a", "mine"]
-        assert "Another app" in mine.take_notices()[0]
-        again = dataclasses.replace(went_on, conversation=went_on.conversation.with_reply("b"))
-        assert mine.save(again) == kept_as
-        assert contents(mine, kept_as) == ["q", "a", "mine", "b"]
-        assert len(mine.chats()) == 2
-        assert mine.take_notices() == []
+        kept = mine.save(went_on)
+        assert [turn.content for turn in kept.path()] == ["q", "a", "mine"]
+        assert contents(mine, "c") == ["q", "a", "theirs", "mine"]
+        assert mine.load("c").conversation == kept
+        again = dataclasses.replace(went_on, conversation=kept.with_reply("b"))
+        assert mine.save(again) is again.conversation, "nothing has changed since"
+        assert contents(mine, "c") == ["q", "a", "theirs", "mine", "b"]
+        assert len(mine.chats()) == 1
+
+
+def test_version_without_what_the_other_app_added_adds_nothing_twice(path):
+    start = chat_of("q", "a", chat_id="c")
+    with opened(path) as mine, opened(path) as other:
+        mine.save(start)
+        other.save(dataclasses.replace(start, conversation=start.conversation.with_user("theirs")))
+        stale = start.conversation.with_user("mine")
+        for _ in range(2):
+            mine.save(dataclasses.replace(start, conversation=stale))
+        stale = stale.with_reply("b")
+        mine.save(dataclasses.replace(start, conversation=stale))
+        assert contents(mine, "c") == ["q", "a", "theirs", "mine", "b"]
 
 
 def test_writer_that_is_busy_for_too_long_is_told_and_nothing_is_lost(path, monkeypatch):

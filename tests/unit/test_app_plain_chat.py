@@ -17,7 +17,7 @@ from mira_app.history import HistoryStore
 from mira_app.kept_chat import KeptChat, find_chat
 from mira_app.plain_chat import PlainChat
 from mira_app.progress import LineProgress
-from mira_app.settings import Settings
+from mira_app.settings import Settings, load_settings
 from mira_app.stored_chat import HistoryError, StoredChat
 from mira_engine import api
 
@@ -42,6 +42,7 @@ class TalkingClient:
 
     def __init__(self) -> None:
         self.sent: list[tuple[tuple[str, str], ...]] = []
+        self.sampling: list[api.SamplingConfig] = []
         self.loads = 0
         self.restarts = 0
         self.lost: api.EngineProcessError | None = None
@@ -64,6 +65,7 @@ class TalkingClient:
             )  # fmt: skip
         else:
             self.sent.append(tuple((each.role, each.content) for each in request.messages))
+            self.sampling.append(request.sampling)
             self.reply(call)
         return call
 
@@ -126,14 +128,20 @@ class Chat:
         *,
         conversation: Conversation | None = None,
         is_prompting: bool = False,
+        settings: Settings | None = None,
+        stored: StoredChat | None = None,
     ) -> bool:
+        settings = settings or Settings()
         answerer = Answerer(
-            self.client, FakeCatalog(is_ready=True), Settings(),
+            self.client, FakeCatalog(is_ready=True), settings,
             err=self.err, make_progress=LineProgress,
         )  # fmt: skip
+        kept = KeptChat(self.store, say=lambda text: print(text, file=self.err))
+        if stored is not None:
+            conversation = kept.resume(stored)
         self.chat = PlainChat(
-            self.client, answerer, Settings(),
-            kept=KeptChat(self.store, say=lambda text: print(text, file=self.err)),
+            self.client, answerer, settings,
+            kept=kept,
             conversation=conversation or Conversation(),
             lines=Lines(text if isinstance(text, bytes) else text.encode()),
             out=self.out, err=self.err, is_prompting=is_prompting,
@@ -380,7 +388,27 @@ def test_chat_that_goes_on_is_shown_and_sent(chat):
     assert chat.client.sent == [(("user", "one"), ("assistant", "Yes."), ("user", "two"))]
 
 
-def test_chat_that_another_program_went_on_with_is_kept_beside_it(chat, tmp_path):
+def test_sampling_of_the_command_line_is_for_this_run_and_not_kept(chat):
+    settings = load_settings({"max_tokens": 20, "temperature": 0.0}, {"MIRA_CHAT_TOP_K": "5"})
+    chat.run("one\n", settings=settings)
+    (stored,) = chat.stored()
+    assert stored.sampling is None
+    chat.run("two\n", stored=stored)
+    asked = [(each.max_new_tokens, each.top_k) for each in chat.client.sampling]
+    assert asked == [(20, 5), (1024, Settings().sampling.top_k)]
+
+
+def test_sampling_of_the_chats_own_holds_below_the_command_line_and_stays(chat):
+    own = api.SamplingConfig(temperature=0.5, max_new_tokens=99)
+    chat.store.save(dataclasses.replace(stored_chat("aa11"), sampling=own))
+    settings = load_settings({"max_tokens": 20}, {"MIRA_CHAT_TEMPERATURE": "1.5"})
+    chat.run("one\n/new\ntwo\n", settings=settings, stored=chat.store.load("aa11"))
+    asked = [(each.temperature, each.max_new_tokens) for each in chat.client.sampling]
+    assert asked == [(0.5, 20), (1.5, 20)], "the new chat has nothing of its own"
+    assert chat.store.load("aa11").sampling == own
+
+
+def test_chat_that_another_program_went_on_with_goes_on_as_a_branch_and_is_told(chat, tmp_path):
     def reply(call):
         if len(chat.client.sent) == 2:
             other = HistoryStore(tmp_path / "history.sqlite3")
@@ -393,11 +421,12 @@ def test_chat_that_another_program_went_on_with_is_kept_beside_it(chat, tmp_path
 
     chat.client.reply = reply
     chat.run("one\ntwo\nthree\n")
-    texts = [[turn.content for turn in each.conversation.turns] for each in chat.stored()]
+    (stored,) = chat.stored()
     ours = ["one", "Yes.", "two", "Yes.", "three", "Yes."]
-    assert sorted(texts) == [["one", "Yes.", "two", "No."], ours]
-    (notice,) = chat.store.take_notices()
-    assert "a chat of its own" in notice
+    assert [turn.content for turn in stored.conversation.path()] == ours
+    assert [turn.content for turn in stored.conversation.siblings(3)] == ["No.", "Yes."]
+    assert chat.said.count("note: This chat was changed by another window.") == 1
+    assert [m[1] for m in chat.client.sent[-1]] == ours[:-1]
 
 
 def stored_chat(chat_id: str, title: str = "") -> StoredChat:

@@ -210,6 +210,35 @@ async def test_lost_engine_is_started_again_by_who_asks_for_its_health(engine):
         desk.revive()
 
 
+async def test_end_of_the_server_while_the_engine_loads_ends_the_engine(engine):
+    engine.lost = api.EngineProcessError("It was killed.")
+
+    def reload() -> None:
+        engine.lost = None
+        assert engine.is_closed.wait(WAIT_S), "nothing else ends a load"
+        raise api.EngineProcessError("The engine process was shut down.")
+
+    desk = make_desk(engine, keep_alive_s=0.01, reload=reload)
+    steps = desk.reply(request())
+    assert await anext(steps) == Waiting(about="the engine is being started again")
+    desk.close()
+
+    async def wait() -> None:
+        async for step in steps:
+            assert isinstance(step, Waiting)
+
+    with pytest.raises(ApiError, match="shut down") as caught:
+        await wait()
+    assert caught.value.status == 503
+    assert not engine.calls
+    assert len(desk.line) == 0
+
+
+async def test_end_of_the_server_leaves_an_engine_alone_that_loads_nothing(engine):
+    make_desk(engine).close()
+    assert not engine.is_closed.is_set()
+
+
 async def test_end_of_the_server_stops_the_reply_and_is_told(engine):
     desk = make_desk(engine)
     steps = desk.reply(request())

@@ -61,6 +61,7 @@ def begin_chat(flags: Flags, *, is_plain: bool, chat: str | None = None) -> None
             _open_app(flags, chat)
             return
         settings = wiring.read_settings(flags)
+        wiring.refuse_engine_flags(flags, settings)
         if is_plain or _has_terminal():
             chat_plainly(settings, chat)
         else:
@@ -151,6 +152,7 @@ def _open_app(flags: Flags, chat: str | None) -> None:
 
     opened = wiring.open_settings_of(flags, is_lenient=True)
     settings, stored = opened.settings, None
+    wiring.refuse_engine_flags(flags, settings)
     if chat is not None:
         with wiring.opened_history() as store:
             stored = find_chat(store, chat)

@@ -15,6 +15,7 @@ from ..reporting import reporting_errors
 def doctor(flags: Flags, model: ModelArgument = None, is_json: Json = False) -> None:
     """Checks program, machine and model; exit code 1 where something is a problem."""
     with reporting_errors():
+        from ..config_report import make_config_report
         from ..doctor import (
             engine_facts,
             program_facts,
@@ -24,7 +25,9 @@ def doctor(flags: Flags, model: ModelArgument = None, is_json: Json = False) -> 
         )
         from ..paths import cache_dir, config_path, data_dir, log_dir, state_dir
 
-        opened = wiring.open_settings_of({**flags, "model": model}, is_lenient=True)
+        given = {**flags, "model": model}
+        opened = wiring.open_settings_of(given, is_lenient=True)
+        report = make_config_report(os.environ, config_path(), given)
         folders = {
             "settings-folder": config_path().parent,
             "data-folder": data_dir(),
@@ -34,7 +37,7 @@ def doctor(flags: Flags, model: ModelArgument = None, is_json: Json = False) -> 
         }
         facts = [
             *program_facts(os.environ, folders),
-            *settings_facts(opened),
+            *settings_facts(opened, report),
             *engine_facts(wiring.make_client, opened.settings),
         ]
         if is_json:

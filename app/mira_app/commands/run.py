@@ -62,6 +62,7 @@ def run(
     style = "json" if is_json else "events" if is_streaming_events else "text"
     with reporting_errors(answer, style):
         settings = wiring.read_settings(flags)
+        wiring.refuse_engine_flags(flags, settings)
         if is_thinking_shown is None:
             is_thinking_shown = wiring.is_terminal(sys.stderr)
         answer_prompt(

@@ -13,6 +13,7 @@ happens then. Screens that few need at once are imported when they are opened.
 from __future__ import annotations
 
 import inspect
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ from textual import events
 from textual.binding import Binding
 from textual.command import Provider
 from textual.screen import Screen
+from textual.widgets import Input
 
 from mira_app.controller import ChatController, Stage, Update
 from mira_app.paths import AppPaths
@@ -28,7 +30,7 @@ from mira_app.setting_fields import FIELDS
 
 from .lasting_app import LastingApp
 from .screens.models import ModelsScreen
-from .widgets.composer import Composer
+from .widgets.composer import NEW_LINE_KEYS, Composer
 from .widgets.panels.side_panel import SidePanel
 
 if TYPE_CHECKING:
@@ -100,6 +102,7 @@ class MiraApp(LastingApp):
         self.models_screen = ModelsScreen(controller, desk)
         self._engine = controller.settings.engine
         self._is_chat_due = False
+        self._is_chat_opening = False
 
     # -- beginning and end
 
@@ -142,12 +145,15 @@ class MiraApp(LastingApp):
             return  # the engines end, and the screens are taken down
         update = self.controller.poll()
         self.chat_screen.show_remark(self.models_screen.put_off_text)
+        self.models_screen.written = self.kept_text
         for screen in (self.models_screen, self.chat_screen, *self._screens_above()):
             take = getattr(screen, "take", None)
             if take is not None and screen.is_mounted:
                 drawing = take(update)
                 if inspect.isawaitable(drawing):
                     await drawing
+            elif screen is self.chat_screen and self._is_chat_opening:
+                self.chat_screen.due_error = update.error or self.chat_screen.due_error
         self._open_due_chat()
 
     def _screens_above(self) -> list[Screen]:
@@ -160,6 +166,7 @@ class MiraApp(LastingApp):
         """
         if self.controller.stage in (Stage.IDLE, Stage.FAILED):
             self._is_chat_due = False
+            self._unsend_kept()
             self.models_screen.is_chat_open = self.chat_screen in self.screen_stack
         is_ready = self.controller.stage is Stage.READY
         if self._is_chat_due and is_ready and self.screen is self.models_screen:
@@ -197,6 +204,7 @@ class MiraApp(LastingApp):
             self._close_down_to(self.chat_screen)
             return
         self._close_down_to(self.models_screen)
+        self._is_chat_opening = True
         self.run_worker(self._dress_chat(self.push_screen("chat")), group="chat")
 
     def _close_down_to(self, screen: Screen) -> None:
@@ -204,8 +212,9 @@ class MiraApp(LastingApp):
             self.pop_screen()
 
     async def _dress_chat(self, mounting: Awaitable[None]) -> None:
-        """Gives a chat screen that is new what belongs to it from before."""
+        """Gives a chat screen that is new what belongs to it from before, and what is kept."""
         await mounting
+        self._is_chat_opening = False
         if not self.chat_screen.query(Composer):
             return  # the app is being taken down
         if not self._is_chat_dressed:  # It keeps what it has when one comes back to it.
@@ -213,8 +222,35 @@ class MiraApp(LastingApp):
             self.show_panels(self.interface.are_panels_shown)
             self.chat_screen.composer.insert(self._draft, (0, 0))
             self._is_chat_dressed = True
+        self.hand_on_kept()
         if self._is_drawing_due:
             await self._draw_due_chat()
+
+    # -- what is written before the chat is there
+
+    def _is_kept(self, event: events.Key | events.Paste) -> bool:
+        """Keeps text for the chat that a model is loaded for, or that is about to be shown.
+
+        Of other keys those that change what was kept; Enter only where nothing but that would
+        be sent.
+        """
+        is_opening = self._is_chat_opening and self.screen in (
+            self.models_screen, self.chat_screen,
+        )  # fmt: skip
+        is_awaited = self._is_chat_due and self.screen is self.models_screen
+        if not (is_opening or is_awaited) or isinstance(self.focused, Input):
+            return False
+        if isinstance(event, events.Paste) or event.is_printable:
+            return True
+        if event.key == "enter":
+            return bool(self._kept) and not self._draft
+        return bool(self._kept) and event.key in ("backspace", *NEW_LINE_KEYS)
+
+    def _unsend_kept(self) -> None:
+        """Keeps what was written, but not that it is to be sent: its chat does not come."""
+        self._kept = deque(
+            event for event in self._kept if isinstance(event, events.Paste) or event.key != "enter"
+        )
 
     # -- what screens want
 

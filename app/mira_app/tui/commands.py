@@ -92,10 +92,13 @@ class MiraCommands(Provider):
     def _actions(self) -> list[Command]:
         """The bindings of the screen under the palette and of the app, where they do something."""
         found: dict[str, Command] = {}
+        left_out = {"app.palette"}
+        if self._mira.controller.server is not None:
+            left_out.add("app.controls")  # of an engine here
         for active in self.screen.active_bindings.values():
             binding = active.binding
             is_ours = binding.id is not None and binding.description
-            if is_ours and active.enabled and binding.id != "app.palette":
+            if is_ours and active.enabled and binding.id not in left_out:
                 run = partial(self.app.run_action, binding.action, active.node)
                 keys = key_text(binding.key)
                 about = " · ".join(part for part in (binding.tooltip, keys) if part)

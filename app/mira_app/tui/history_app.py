@@ -105,8 +105,8 @@ class HistoryApp(PersonalApp):
         )
         chat = dataclasses.replace(chat, conversation=conversation)
         assert self._store is not None
-        await asyncio.to_thread(self._store.save, chat)
-        return chat
+        kept = await asyncio.to_thread(self._store.save, chat)
+        return dataclasses.replace(chat, conversation=kept)
 
     async def read_chats(self) -> list[ChatSummary]:
         """Returns all chats, newest first; none where none are kept."""

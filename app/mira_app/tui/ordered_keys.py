@@ -4,7 +4,8 @@ Textual gives a key to the widget that is focused when it arrives, although the 
 it may still be on its way through the widgets and about to move the focus: of `/caches`
 typed at once, the letters would go to the list. Here a key waits until the one before it
 was handled, and what that set going. Text for a field moves nothing, so nothing waits for
-it: typing costs what it did.
+it: typing costs what it did. What is written for a field that is not there yet is kept until
+it is (`_is_kept`, `hand_on_kept`).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class OrderedKeysApp(App[None]):
         # Unbounded: what a person types within some milliseconds.
         self._held: deque[events.Key | events.Paste] = deque()
         self._is_handing_on = False
+        self._kept: deque[events.Key | events.Paste] = deque()
 
     async def on_event(self, event: events.Event) -> None:
         """Hands input on, unless it has to wait for the key before it."""
@@ -46,10 +48,39 @@ class OrderedKeysApp(App[None]):
 
     async def _hand_on(self, event: events.Key | events.Paste) -> bool:
         """Gives input to what has the focus; returns whether that may move the focus."""
+        if self._is_kept(event):
+            self._kept.append(event)
+            return False
         is_field = isinstance(self.focused, Input | TextArea)
         is_text = is_field and (isinstance(event, events.Paste) or event.is_printable)
         await super().on_event(event)
         return not is_text
+
+    def _is_kept(self, event: events.Key | events.Paste) -> bool:
+        """Whether input is for a field that is not there yet."""
+        del event
+        return False
+
+    @property
+    def kept_text(self) -> str:
+        """What was written for a field that is not there yet."""
+        text = ""
+        for event in self._kept:
+            if isinstance(event, events.Paste):
+                text += event.text
+            elif event.key == "backspace":
+                text = text[:-1]
+            else:
+                text += event.character if event.is_printable and event.character else "\n"
+        return text
+
+    def hand_on_kept(self) -> None:
+        """Gives on what was kept, before what is typed from now on."""
+        self._held.extendleft(reversed(self._kept))
+        self._kept.clear()
+        if self._held and not self._is_handing_on:
+            self._is_handing_on = True
+            self.run_worker(self._hand_on_held, group="keys")
 
     async def _hand_on_held(self) -> None:
         """Waits for a key's effect, then gives on what was typed meanwhile, one by one."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mira_engine.api import ContextTrimmed, FinishReason, MiraError
+from mira_engine.api import ContextTrimmed, MiraError
 from textual import events, getters
 from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
@@ -15,7 +15,6 @@ from textual.widgets import Static
 
 from mira_app.controller import ChatController, Stage, Update
 from mira_app.conversation import Role
-from mira_app.figures import count
 from mira_app.panel_history import PanelHistory, PanelState
 from mira_app.sanitise import sanitise
 from mira_app.tui.footer_keys import KeyFooter
@@ -28,17 +27,12 @@ from mira_app.tui.widgets.panels.side_panel import SidePanel
 
 from .chat_keys import BINDINGS, welcome_text
 from .chat_settings import ChatSettings, ChatSettingsScreen
+from .chat_words import BUSY, CHANGED, CUT, recovered_text, state_word, trimmed_text
 from .message_screen import MessageScreen
 
 _WIDE_COLUMNS = 100
 _TALL_ROWS = 12
 """With fewer the writing and the reading take all of them."""
-
-_BUSY = "One moment: the model is busy. Esc stops it."
-_CUT = {
-    FinishReason.LENGTH: "The reply was cut at its limit of tokens; F5 changes that.",
-    FinishReason.CONTEXT: "The reply was cut: the context is full.",
-}
 
 
 class ChatScreen(MessageScreen):
@@ -67,6 +61,8 @@ class ChatScreen(MessageScreen):
         self.pill = Static("▼ new text below (End)", id="unseen")
         self._reply: ReplyMessage | None = None
         self._was_recovering = False
+        self.due_error: MiraError | None = None
+        """What failed before there was a screen to tell it on, as a server does at once."""
         self._is_send_due = False
         """Whether what is written is to be sent once the model is there."""
         self._footer_stage: Stage | None = None
@@ -111,6 +107,11 @@ class ChatScreen(MessageScreen):
         """Whether there is something to draw on: not before, and not while it is taken down."""
         return bool(self.query(Composer))
 
+    @property
+    def _is_served(self) -> bool:
+        """Whether a server runs the model."""
+        return self._controller.server is not None
+
     # -- asking
 
     async def on_composer_submitted(self, event: Composer.Submitted) -> None:
@@ -133,7 +134,7 @@ class ChatScreen(MessageScreen):
     async def _ask(self, ask: Callable[[], None]) -> bool:
         """Asks and shows the reply that is to come; returns whether it was asked."""
         if not self._controller.can_send:
-            self.notify(_BUSY, severity="warning")
+            self.notify(BUSY, severity="warning")
             return False
         async with self._drawing:
             try:
@@ -145,6 +146,8 @@ class ChatScreen(MessageScreen):
                 await self.show_problem(error)
                 return False
             self._reply = await self.messages.add_reply(self._controller.conversation)
+            # Not at the next poll: a server may be reached again before that.
+            self._was_recovering = self._controller.stage is Stage.RECOVERING
             self._show_state()
         return True
 
@@ -255,16 +258,24 @@ class ChatScreen(MessageScreen):
         async with self._drawing:
             if self._is_laid_out:
                 await self._draw(update)
+            elif update.error is not None:
+                self.due_error = update.error
 
     async def _draw(self, update: Update) -> None:
+        is_changed = update.is_changed_elsewhere
+        # Before anything takes the new path: afterwards the number may be another turn's.
+        edited = self.messages.index_of(self.composer.edited_turn_id) if is_changed else None
         await self._write(update)
         await self._finish_reply()
-        if update.error is not None:
-            await self.show_problem(update.error)
+        if is_changed:
+            await self._show_changed(edited)
+        error, self.due_error = update.error or self.due_error, None
+        if error is not None:
+            await self.show_problem(error)
         await self._tell_trimmed()
         stage = self._controller.stage
         if self._was_recovering and stage in (Stage.READY, Stage.REPLYING):
-            await self.messages.add_info("The engine runs again; the model is loaded.")
+            await self.messages.add_info(recovered_text(is_served=self._is_served))
         self._was_recovering = stage is Stage.RECOVERING
         # Not `is_stage_new`: a reply can be over before the first poll after its question.
         if stage is not self._shown_stage or stage is Stage.REPLYING:
@@ -304,8 +315,21 @@ class ChatScreen(MessageScreen):
         if reply is not None and head is not None and head.role is Role.ASSISTANT:
             self._reply = None
             await self.messages.finish_reply(reply, self._controller.conversation)
-            if self._controller.reason in _CUT:
-                await self.messages.add_info(_CUT[self._controller.reason])
+            if self._controller.reason in CUT:
+                await self.messages.add_info(CUT[self._controller.reason])
+
+    async def _show_changed(self, edited: int | None) -> None:
+        """Shows the chat with what another app added, and says so.
+
+        Args:
+            edited: Place of the question in the path that is being written anew.
+        """
+        conversation = self._controller.conversation
+        await self.messages.show(conversation)
+        await self._restore_reply()
+        if edited is not None:
+            self.composer.edited_turn_id = conversation.path()[edited].turn_id
+        await self.messages.add_info(CHANGED)
 
     async def _tell_trimmed(self) -> None:
         """Says once that the oldest turns no longer fit, and again when more do not."""
@@ -315,11 +339,7 @@ class ChatScreen(MessageScreen):
         self._told_trimmed = trimmed
         if told is not None and told.num_turns == trimmed.num_turns:
             return
-        await self.messages.add_info(
-            f"The chat is longer than the context of {trimmed.limit:,} tokens: the model no "
-            f"longer sees the oldest {count(trimmed.num_turns, 'message')}. The system prompt "
-            "stays, and so does everything on the screen."
-        )
+        await self.messages.add_info(trimmed_text(trimmed))
 
     def show_remark(self, text: str) -> None:
         """Shows beside the state what the menu has to say, nothing where it is empty."""
@@ -360,8 +380,7 @@ class ChatScreen(MessageScreen):
         if controller.stats.num_prompt_tokens or stage is not Stage.REPLYING:
             self.context_meter.show(controller.stats, limit)
         self._shown_stage = stage
-        words = {Stage.REPLYING: "answering", Stage.RECOVERING: "restarting the engine"}
-        state = words.get(stage, stage.value)
+        state = state_word(stage, is_served=self._is_served)
         self.state_line.update(" · ".join(filter(None, (self._remark, state))))
         if stage is not self._footer_stage:
             # Only then: it builds the footer anew, which is empty for a moment.

@@ -12,11 +12,10 @@ from mira_app.catalog import CatalogEntry
 from mira_app.sanitise import sanitise
 from mira_app.tui.keymap import key_text
 
-LESS_ON_A_MESSAGE = {
+LESS_ON_A_MESSAGE = frozenset({
     "chat.regenerate", "chat.new", "chat.models", "app.controls", "app.history", "app.quit",
-}  # fmt: skip
+})  # fmt: skip
 """Keys that the footer has no room for beside those of a message."""
-
 
 _HINTS = {
     "chat.chat_settings": "system prompt, sampling",
@@ -24,6 +23,9 @@ _HINTS = {
     "app.palette": "all commands",
 }
 """What an empty chat tells of, by binding."""
+
+_SERVER_HINTS = {"app.details": "its rate in full"}
+"""The same where a server runs the model."""
 
 
 def _key(
@@ -77,7 +79,8 @@ def welcome_text(
     """
     about = sanitise(entry.about) if entry is not None else ""
     keys = {active.binding.id: key_text(active.binding.key) for active in bindings}
-    hints = (f"{keys[name]} {does}" for name, does in _HINTS.items() if name in keys)
+    told = _HINTS | _SERVER_HINTS if entry is not None and entry.is_remote else _HINTS
+    hints = (f"{keys[name]} {does}" for name, does in told.items() if name in keys)
     return Content.assemble(
         (f"A new chat with {sanitise(title)}.", "bold"),
         f"\n{about}\n\n" if about else "\n\n",

@@ -13,6 +13,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Container, Grid, VerticalScroll
 from textual.screen import Screen
+from textual.widgets import Static
 
 from mira_app.panel_history import PanelState
 from mira_app.tui.footer_keys import KeyFooter
@@ -23,6 +24,12 @@ from mira_app.tui.widgets.residency_map import ResidencyMap
 MAP_INTERVAL_S = 0.5
 PLOT_INTERVAL_S = 2.0
 """Time between two plots, which take turns: one costs some ten milliseconds."""
+
+NO_REPLY = "The plots begin with the first reply: until then there is nothing to draw."
+OF_A_SERVER = (
+    "The model runs on a server: of experts, memory and link it reports nothing, so there is no "
+    "map of them. How fast text came is measured here."
+)
 
 
 class DetailsScreen(Screen[None]):
@@ -40,17 +47,21 @@ class DetailsScreen(Screen[None]):
 
     figures = getters.query_one("#figures", LivePanel)
     map = getters.query_one(ResidencyMap)
+    plots = getters.query_one("#plots", Grid)
+    sentence = getters.query_one("#sentence", Static)
 
     def __init__(self, state: Callable[[], PanelState]) -> None:
         super().__init__()
         self._read_state = state
         self._figures_of: PanelState | None = None
+        self._layout_of: tuple[bool, bool] | None = None
 
     def compose(self) -> ComposeResult:
         """Puts the map beside the plots, or above them where it is narrow."""
         yield LivePanel(is_column=False, id="figures")
         with VerticalScroll(id="body"), Container(id="both"):
             yield ResidencyMap()
+            yield Static(id="sentence")
             with Grid(id="plots"):
                 for title in PLOTS:
                     yield HistoryPlot(title)
@@ -59,10 +70,7 @@ class DetailsScreen(Screen[None]):
     def on_mount(self) -> None:
         """Begins to ask."""
         self._show_map()
-        plots = self.query(HistoryPlot)
-        self._turns = itertools.cycle(plots)
-        for plot in plots:
-            plot.show(self._read_state().session)
+        self._turns = itertools.cycle(self.query(HistoryPlot))
         self.set_interval(MAP_INTERVAL_S, self._show_map)
         self.set_interval(PLOT_INTERVAL_S, self._show_next_plot)
 
@@ -71,8 +79,24 @@ class DetailsScreen(Screen[None]):
         if not self.is_current or state is self._figures_of:
             return
         self._figures_of = state
+        self._lay_out(state)
         self.figures.show(state)
         self.map.show(state.residency)
+
+    def _lay_out(self, state: PanelState) -> None:
+        """Has only what there are figures for take room, and a sentence for the rest."""
+        is_served, has_figures = layout = state.server is not None, bool(state.session)
+        if layout == self._layout_of:
+            return
+        self._layout_of = layout
+        self.map.display, self.plots.display = not is_served, has_figures
+        sentences = [OF_A_SERVER] * is_served + [NO_REPLY] * (not has_figures)
+        self.sentence.display = bool(sentences)
+        self.sentence.update("\n\n".join(sentences))
+        for number, plot in enumerate(self.query(HistoryPlot)):
+            plot.display = not (is_served and number)  # The first is the one of the rate.
+            if has_figures:
+                plot.show(state.session)
 
     def _show_next_plot(self) -> None:
         if self.is_current:

@@ -49,10 +49,12 @@ class MessageScreen(CoverableScreen):
 
     @property
     def active_bindings(self) -> dict[str, ActiveBinding]:
-        """Leaves out of the footer what has no room beside the keys of a message."""
+        """Leaves out of the footer what has no room there now, or is of an engine here."""
+        less = LESS_ON_A_MESSAGE if isinstance(self.focused, ChatMessage) else frozenset()
+        if self._controller.server is not None:
+            less |= {"app.controls"}
         bindings = super().active_bindings
-        is_message = isinstance(self.focused, ChatMessage)
-        return without(bindings, LESS_ON_A_MESSAGE) if is_message else bindings
+        return without(bindings, less) if less else bindings
 
     async def on_chat_message_wanted(self, event: ChatMessage.Wanted) -> None:
         """Does what the person wants with a message."""

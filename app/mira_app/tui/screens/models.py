@@ -93,6 +93,8 @@ class ModelsScreen(JobsScreen):
         self._sorted_by: Column | None = None
         self._is_down = False
         self._free_bytes: int | None = None
+        self.written = ""
+        """What is written already for the chat that a model is loaded for."""
 
     def compose(self) -> ComposeResult:
         """Lays out the menu, the marked model, the work under way and what went wrong."""
@@ -314,7 +316,8 @@ class ModelsScreen(JobsScreen):
     @property
     def active_bindings(self) -> dict[str, ActiveBinding]:
         """Leaves out of the footer what does nothing now or has no room."""
-        less = set() if self._controller.loaded is not None else {"app.controls"}
+        has_engine = self._controller.loaded is not None and self._controller.server is None
+        less = set() if has_engine else {"app.controls"}
         if self._desk is not None and self._desk.jobs.jobs:
             less |= _LESS_WITH_JOBS
         return without(super().active_bindings, less)
@@ -376,4 +379,4 @@ class ModelsScreen(JobsScreen):
                 self.model_list.focus()
             self.refresh_bindings()
         if is_busy:
-            self.work.show_controller(self._controller)
+            self.work.show_controller(self._controller, written=self.written)

@@ -12,7 +12,7 @@ from textual.widgets import TextArea
 
 from mira_app.sanitise import sanitise
 
-_NEW_LINE_KEYS = ("ctrl+j", "shift+enter", "alt+enter")
+NEW_LINE_KEYS = ("ctrl+j", "shift+enter", "alt+enter")
 _PILL_LINES = 8
 """A paste of more lines than this is shown as one pill."""
 
@@ -139,7 +139,7 @@ class Composer(TextArea):
         if event.key == "enter":
             if self.text.strip():
                 self.post_message(self.Submitted(self.full_text))
-        elif event.key in _NEW_LINE_KEYS:
+        elif event.key in NEW_LINE_KEYS:
             self.insert("\n")
         elif event.key == "escape":
             if self.edited_turn_id is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from textual.app import ComposeResult
 from textual.containers import VerticalScroll
+from textual.geometry import Size
 from textual.widget import Widget
 from textual.widgets import Static
 
@@ -41,6 +42,9 @@ class MessageList(VerticalScroll, can_focus=False):
         self._num_unseen = 0
         self._aim: ChatMessage | None = None
         self._num_aim_polls = 0
+        self._rested_at: tuple[int, int, Size] | None = None
+        """Place in the list, its height and size when far passages were last told to rest."""
+        self._num_rests_due = 0
 
     def compose(self) -> ComposeResult:
         """Shows nothing but a welcome and the two ends, which are hidden."""
@@ -91,7 +95,7 @@ class MessageList(VerticalScroll, can_focus=False):
 
     async def jump_to(self, turn_id: int) -> bool:
         """Shows a turn of the path and focuses it; returns whether it is on the path."""
-        index = next((i for i, turn in enumerate(self._path) if turn.turn_id == turn_id), None)
+        index = self.index_of(turn_id)
         if index is None:
             return False
         if not self._first <= index < self._last:
@@ -103,6 +107,10 @@ class MessageList(VerticalScroll, can_focus=False):
                 message.focus(scroll_visible=False)
                 self._hold(message)
         return True
+
+    def index_of(self, turn_id: int | None) -> int | None:
+        """Returns which turn of the path that is, `None` where it is not on it."""
+        return next((i for i, turn in enumerate(self._path) if turn.turn_id == turn_id), None)
 
     async def add_reply(self, conversation: Conversation) -> ReplyMessage:
         """Shows the question at the head and a reply that is to come, and follows it."""
@@ -202,7 +210,26 @@ class MessageList(VerticalScroll, can_focus=False):
                 await self._show_earlier()
             elif self.scroll_offset.y >= self.max_scroll_y and not self.is_at_tail:
                 await self._show_later()
-        await rest_far_passages(self)
+        await self._rest_far()
+
+    async def _rest_far(self) -> None:
+        """Has far passages rest; only once the view has moved over enough to make a difference.
+
+        To ask each time where all of them are has everything arranged anew that is not seen.
+        """
+        place = (self.scroll_offset.y, self.virtual_size.height, self.size)
+        if self._has_moved(place):
+            self._rested_at = place
+            self._num_rests_due = 2  # At the first one the layout may still be the one before.
+        if self._num_rests_due and await rest_far_passages(self):
+            self._num_rests_due -= 1
+
+    def _has_moved(self, place: tuple[int, int, Size]) -> bool:
+        """Whether that is far from where far passages were last told to rest."""
+        if self._rested_at is None:
+            return True
+        (y, height, size), step = self._rested_at, self.size.height // 3
+        return abs(place[0] - y) >= step or abs(place[1] - height) >= step or place[2] != size
 
     # -- the window
 
@@ -221,11 +248,14 @@ class MessageList(VerticalScroll, can_focus=False):
         return kind(turn, self._place(turn))
 
     async def _mount_window(self, first: int, last: int) -> None:
-        """Mounts turns `first` to `last` of the path; equal ones at its front stay mounted."""
+        """Mounts turns `first` to `last` of the path; equal ones at its front stay mounted.
+
+        So does a reply under way behind them, where nothing of the path comes in between.
+        """
         wanted = [turn.turn_id for turn in self._path[first:last]]
         children = [child for child in self.children if child not in self._fixed]
-        num_kept, num_same = self._num_kept(children, wanted)
-        self._first, self._last = first, last
+        num_kept, num_same = self._num_kept(children, wanted, is_tail=last == len(self._path))
+        self._first, self._last, self._rested_at = first, last, None
         with self.app.batch_update():
             if children[num_kept:]:
                 await self.remove_children(children[num_kept:])
@@ -235,11 +265,13 @@ class MessageList(VerticalScroll, can_focus=False):
             self._show_folds()
 
     @staticmethod
-    def _num_kept(children: list[Widget], wanted: list[int]) -> tuple[int, int]:
+    def _num_kept(children: list[Widget], wanted: list[int], *, is_tail: bool) -> tuple[int, int]:
         """Returns how many widgets at the front can stay, and how many turns they show."""
         num_same = 0
         for num_kept, child in enumerate(children):
             if isinstance(child, ChatMessage):
+                if child.turn_id is None and is_tail and num_same == len(wanted):
+                    continue
                 if num_same == len(wanted) or child.turn_id != wanted[num_same]:
                     return (num_kept, num_same) if num_same else (0, 0)
                 num_same += 1

@@ -219,7 +219,7 @@ class ReplyMessage(ChatMessage):
 
     async def write(self, text: str) -> None:
         """Appends text of the answer; call it at most some ten times a second."""
-        if self.thinking is not None and not self.answer.source and text.strip():
+        if self.thinking is not None and self.answer.is_empty and text.strip():
             self.thinking.fold()
         await self.answer.write(text)
 

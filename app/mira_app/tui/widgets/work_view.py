@@ -12,7 +12,11 @@ from mira_app.answer import progress_text
 from mira_app.controller import ChatController, Stage
 from mira_app.job import Job, job_text
 from mira_app.model_rows import steps_line
+from mira_app.remote.address import host_of
 from mira_app.sanitise import sanitise
+
+_SHOWN_CHARS = 60
+"""Of what is written already."""
 
 
 class WorkView(Vertical):
@@ -42,13 +46,23 @@ class WorkView(Vertical):
         else:
             self.bar.update(total=None)
 
-    def show_controller(self, controller: ChatController) -> None:
-        """Shows what the chat's engine prepares or loads."""
+    def show_controller(self, controller: ChatController, *, written: str = "") -> None:
+        """Shows what the chat's engine prepares or loads.
+
+        Args:
+            controller: The chat's.
+            written: What is written already for the chat; the end of it is shown.
+        """
         title = controller.entry.title if controller.entry is not None else ""
         progress = controller.progress
-        self.steps.update("")
+        shown = " ".join(sanitise(written[-_SHOWN_CHARS:]).split())
+        self.steps.update(Content(f"For the chat: {shown}" if shown else ""))
         if controller.is_stopping:
             self.step.update("stopping ...")
+        elif controller.server is not None:
+            host = host_of(controller.server.address)
+            self.step.update(Content(sanitise(f"Connecting to {host} ...")))
+            self.bar.update(total=None)
         elif controller.stage is Stage.LOADING:
             self.step.update(Content(f"Loading {title} ..."))
             self.bar.update(total=None)
