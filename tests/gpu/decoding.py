@@ -342,8 +342,10 @@ def describe_decoding(results: dict[str, Any]) -> Iterable[str]:
         yield f"  memory asked of the card while decoding, beyond what was there: {count} times"
     for name, made in results.get("timelines", {}).items():
         share = made["hidden_share_of_copies"]
-        hidden = f"{share:.0%} of the copies' time is computed in" if share is not None else ""
-        yield f"  one round, {name}: {made['num_copies']} copies {hidden}"
+        about = ""
+        if share is not None:
+            about = f", {share:.0%} of their time under computing (waits for launches count)"
+        yield f"  one round, {name}: {made['num_copies']} copies{about}"
         yield from (f"    {line}" for line in made["drawing"])
 
 

@@ -60,6 +60,9 @@ with a GPTQ draft of all experts."""
 class ReplayedRouting:
     """Stands between a model and the executor: the trace chooses in the routers' place.
 
+    What it records as `rest` lasts from one layer's experts to the next layer's: attention,
+    norms and router, and what the card waits for their launches.
+
     Args:
         executor: Computes what is chosen.
         routing: A row for each position of the text.
