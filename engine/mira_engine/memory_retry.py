@@ -19,10 +19,11 @@ from functools import partial
 from pathlib import Path
 
 from .config import EngineConfig, MemoryAmount, SamplingConfig, format_bytes
-from .engine import Engine, OnNotice
+from .engine import Engine
 from .errors import BudgetError, CancelledError, MemoryShortageError, NonFiniteError
 from .events import MemoryPlan, Notice, ReplyStats, ResidencySample
 from .library import ModelHome
+from .load_plan import OnNotice
 from .runtime import gpu_device
 from .runtime.reply_so_far import ReplySoFar
 from .runtime.shortage import LEAST_CHUNK, give_memory_back, smaller_chunk
