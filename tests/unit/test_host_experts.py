@@ -237,6 +237,8 @@ def test_layer_that_was_broken_off_is_waited_for_and_forgotten(make_host) -> Non
     host = make_host(layer)
     abandoned = demand_of(hidden_states(2, 96), routing(2), 0)
     host.begin(FakeModule(layer), abandoned)
+    with pytest.raises(AssertionError, match="left without a word"):
+        host.begin(FakeModule(layer), abandoned)
 
     host.settle()
 

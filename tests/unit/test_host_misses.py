@@ -238,6 +238,13 @@ def test_what_comes_back_takes_no_slot_of_the_layer() -> None:
     assert fetched(actions) == [(1, FetchReason.RECURRING)]
     assert [a.evicted.expert for a in actions if isinstance(a, Fetch)] == [5]
 
+    land(driver, actions)
+    driver.enter_layer(0, [(2, 1)])
+    driver.end_pass(1)
+    actions = driver.enter_layer(0, [(1, 1), (2, 1), (6, 1), (7, 1)])
+    assert on_host(actions) == [2]
+    assert fetched(actions) == [], "every slot is the layer's own"
+
 
 def test_expert_that_is_coming_back_is_waited_for_like_a_prefetch() -> None:
     driver = ExpertCacheDriver(FAST)

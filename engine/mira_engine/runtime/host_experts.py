@@ -101,7 +101,7 @@ class HostExperts:
 
     def begin(self, module: nn.Module, demand: HostDemand) -> None:
         """Brings the tokens to the host and begins to compute; returns before that is done."""
-        self.settle()
+        assert self._task is None, "a layer was left without a word"
         hidden = self._room("hidden", demand.hidden.shape, demand.hidden.dtype)
         self._queues.copy(hidden, demand.hidden, Lane.COMPUTE)
         self._queues.record(self._arrived, Lane.COMPUTE)
