@@ -59,7 +59,7 @@ async def test_text_between_the_menu_and_the_chat_is_for_the_chat():
         type_at_once(scene.app, *"as x/y", "backspace", "down", "ctrl+j")
         scene.app.post_message(events.Paste("pasted"))
         work = scene.app.models_screen.work
-        await until(pilot, lambda: "For the chat: as x/ pasted" in str(work.steps.content))
+        await until(pilot, lambda: "For the chat: as x/ pasted" in str(work.step.content))
         scene.client.deliver_loaded(PLAN)
         await until(pilot, lambda: scene.app._is_chat_opening or scene.app._is_chat_dressed)
         type_at_once(scene.app, *"!")

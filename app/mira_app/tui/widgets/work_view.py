@@ -15,7 +15,7 @@ from mira_app.model_rows import steps_line
 from mira_app.remote.address import host_of
 from mira_app.sanitise import sanitise
 
-_SHOWN_CHARS = 60
+_SHOWN_CHARS = 40
 """Of what is written already."""
 
 
@@ -53,22 +53,24 @@ class WorkView(Vertical):
             controller: The chat's.
             written: What is written already for the chat; the end of it is shown.
         """
-        title = controller.entry.title if controller.entry is not None else ""
-        progress = controller.progress
+        self.steps.update("")
         shown = " ".join(sanitise(written[-_SHOWN_CHARS:]).split())
-        self.steps.update(Content(f"For the chat: {shown}" if shown else ""))
-        if controller.is_stopping:
-            self.step.update("stopping ...")
-        elif controller.server is not None:
-            host = host_of(controller.server.address)
-            self.step.update(Content(sanitise(f"Connecting to {host} ...")))
-            self.bar.update(total=None)
-        elif controller.stage is Stage.LOADING:
-            self.step.update(Content(f"Loading {title} ..."))
-            self.bar.update(total=None)
-        elif progress is None:
-            self.step.update(Content(f"Preparing {title}: starting the engine ..."))
-            self.bar.update(total=None)
-        else:
-            self.step.update(Content(f"Preparing {title}: {sanitise(progress_text(progress))}"))
+        text = "stopping ..." if controller.is_stopping else _work_text(controller)
+        self.step.update(Content(f"{text} For the chat: {shown}" if shown else text))
+        progress = controller.progress if controller.stage is Stage.PREPARING else None
+        if progress is not None:
             self.bar.update(total=progress.total or None, progress=progress.done)
+        else:
+            self.bar.update(total=None)
+
+
+def _work_text(controller: ChatController) -> str:
+    """Says what the chat's engine does, or that a server is being reached."""
+    if controller.server is not None:
+        return sanitise(f"Connecting to {host_of(controller.server.address)} ...")
+    title = controller.entry.title if controller.entry is not None else ""
+    if controller.stage is Stage.LOADING:
+        return f"Loading {title} ..."
+    if controller.progress is None:
+        return f"Preparing {title}: starting the engine ..."
+    return f"Preparing {title}: {sanitise(progress_text(controller.progress))}"
