@@ -18,6 +18,7 @@ from mira_engine.config import EngineConfig, MemoryAmount, SamplingConfig
 from mira_engine.engine import Engine
 from mira_engine.events import Notice
 from mira_engine.library import ModelHome, ModelLibrary
+from mira_engine.policy.speculation import KChoice, RoundObservation
 from mira_engine.prepare import prepare
 from mira_engine.types import CompileMode, ComputeDtype, DraftExperts, FinishReason, Precision
 from torch import Tensor
@@ -148,6 +149,7 @@ def test_text_of_captured_drafts_and_verifications_is_the_processors(
     assert _steps(engine, TargetStep)
     meter = engine.executor.meter
     assert meter.num_drafted > 0
+    assert meter.decode.num_prefetched > 0 or experts is DraftExperts.CACHED
     assert meter.num_compiled_passes > meter.num_eager_passes
 
 
@@ -447,10 +449,33 @@ def test_no_step_is_captured_where_compiling_is_off(prepared, load, card: Card) 
     assert "uncompiled" in {notice.code for notice in notices}
 
 
-def test_steps_are_captured_without_a_word(prepared, load, card: Card) -> None:
+class _FakeGovernor:
+    """Wants no draft, and writes down what it is told."""
+
+    candidates = (0,)
+
+    def __init__(self) -> None:
+        self.num_observed = self.num_forgotten = 0
+
+    def choose(self) -> KChoice:
+        return KChoice(0, "no draft")
+
+    def observe(self, observation: RoundObservation) -> None:
+        self.num_observed += 1
+
+    def forget_costs(self) -> None:
+        self.num_forgotten += 1
+
+
+def test_steps_are_captured_without_a_word_and_the_governor_is_spared_that_round(
+    prepared, load, card: Card
+) -> None:
     notices: list[Notice] = []
     engine = load(prepared("mixtral", Precision.BF16), notices, gpu=0)
+    engine.governor = governor = _FakeGovernor()
 
     _text(engine)
 
     assert not {notice.code for notice in notices} & {"uncompiled", "uncaptured"}
+    assert governor.num_forgotten == 1
+    assert governor.num_observed == NEW_TOKENS - 2, "all rounds but the first"
