@@ -164,7 +164,7 @@ class Engine(LoadedModel):
                 f"(this model reads up to {self.longest_context} tokens).",
             )
         limit = min(room, sampling.max_new_tokens or room)
-        self._allow_host(sampling)
+        self._allow_host([sampling])
         sampler.rewind()
         depth: DepthPolicy = self._fixed_depth
         if self._is_seed_at_stake(sampling):
@@ -226,10 +226,10 @@ class Engine(LoadedModel):
         is_repeatable = not sampling.is_greedy and sampling.seed is not None
         return is_repeatable and self.plan.draft_experts is DraftExperts.CACHED
 
-    def _allow_host(self, sampling: SamplingConfig) -> None:
+    def _allow_host(self, samplings: Sequence[SamplingConfig]) -> None:
         """Leaves misses to the processor, but for a seed: its text must not depend on time."""
         if self.executor.host is not None:
-            is_repeatable = not sampling.is_greedy and sampling.seed is not None
+            is_repeatable = any(not s.is_greedy and s.seed is not None for s in samplings)
             self.executor.obey(self.executor.driver.allow_host(not is_repeatable))
 
     def _read(self, tokens: Sequence[int]) -> Generator[tuple[int, int], None, torch.Tensor | None]:
@@ -342,13 +342,14 @@ class Engine(LoadedModel):
         return SeveralAtOnce(
             self,
             reply=self.reply,
-            choose_depth=self._batch_depth,
+            begin=self._begin_several,
             tell_once=self._tell_once,
             on_round=self._tell_fallbacks,
         )
 
-    def _batch_depth(self, samplings: Sequence[SamplingConfig]) -> int:
-        """K of a batch of requests: one for all of them."""
+    def _begin_several(self, samplings: Sequence[SamplingConfig]) -> int:
+        """Returns K of a batch of requests, and says who computes misses: one for all of them."""
+        self._allow_host(samplings)
         return 0 if any(map(self._is_seed_at_stake, samplings)) else self._first_depth
 
     def generate(

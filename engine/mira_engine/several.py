@@ -30,7 +30,7 @@ class SeveralAtOnce:
     Args:
         loaded: The model.
         reply: Answers one prompt by itself, where a model cannot share its cache.
-        choose_depth: Gives K of a batch with these samplings.
+        begin: Told the samplings of what begins; gives K of a batch with them.
         tell_once: Told code and text of a fallback.
         on_round: Called after each round of a batch.
     """
@@ -40,13 +40,13 @@ class SeveralAtOnce:
         loaded: LoadedModel,
         *,
         reply: Reply,
-        choose_depth: Callable[[Sequence[SamplingConfig]], int],
+        begin: Callable[[Sequence[SamplingConfig]], int],
         tell_once: Callable[[str, str], None],
         on_round: Callable[[], None],
     ) -> None:
         self._loaded = loaded
         self._reply = reply
-        self._choose_depth = choose_depth
+        self._begin = begin
         self._tell_once = tell_once
         self._on_round = on_round
 
@@ -85,7 +85,7 @@ class SeveralAtOnce:
             requests,
             loaded.model.config,
             loaded.plan,
-            num_draft_tokens=self._choose_depth([request.sampling for request in requests]),
+            num_draft_tokens=self._begin([request.sampling for request in requests]),
             context_length=loaded.context_length,
             passes=loaded.passes,
             executor=loaded.executor,
@@ -140,6 +140,7 @@ class SeveralAtOnce:
             loaded.give_room_back()
         loaded.take_compiled()
         loaded.executor.meter = ReplyMeter()
+        self._begin([])
         chunk = loaded.config.prefill_chunk_tokens
         try:
             return self._search(prompt, num_beams, max_new_tokens, chunk)

@@ -268,8 +268,10 @@ def make_gpu_device(
     gpu = GpuDevice(
         handle=handle, slots=slots, draft=draft, transfer=transfer, experts=experts, spill=spill
     )
-    if config.is_deterministic or slots.planes != fmt.planes:
-        return gpu  # A resident draft has the high planes: host memory holds half an expert.
+    # Beside a resident draft, host memory holds half an expert only; float16 the host has not.
+    is_whole = slots.planes == fmt.planes
+    if config.is_deterministic or not is_whole or config.arithmetic is ComputeDtype.FLOAT16:
+        return gpu
     host = HostExperts(fmt, source.held, handle.queues, handle.allocate, device)
     dtype = TORCH_DTYPES[config.arithmetic]
     try:
