@@ -209,9 +209,8 @@ def test_text_goes_on_beyond_the_end_of_a_bucket(
 def test_second_chat_and_a_chat_after_a_reset_use_the_same_recordings(
     prepared, load, card: Card
 ) -> None:
-    home = prepared("qwen2_moe", Precision.NESTED)
-    plain = load(home, precision=Precision.NESTED)
-    engine = load(home, gpu=0, precision=Precision.NESTED)
+    home = prepared("mixtral", Precision.BF16)
+    plain, engine = load(home), load(home, gpu=0)
     other = [200, 3, 77]
     first = _text(engine)
     room = [layer.keys.data_ptr() for layer in engine.state.cache.layers]
