@@ -8,8 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from mira_engine import engine as engine_module
-from mira_engine import memory_retry
+from mira_engine import loaded, memory_retry
 from mira_engine.config import EngineConfig, MemoryAmount, SamplingConfig
 from mira_engine.engine import Engine
 from mira_engine.errors import MemoryShortageError
@@ -42,13 +41,13 @@ PROMPT = [7, 99, 23, 180, 41, 5, 66]
 BRIEF = SamplingConfig(max_new_tokens=6)
 
 ON_THE_PROCESSOR = {
-    "backbone": (engine_module, "load_backbone", 0),
+    "backbone": (loaded, "load_backbone", 0),
     "draft": (slots, "huge_bytes", 0),
     "arena": (slots, "huge_bytes", 1),
     "views": (device, "SlotBinder", 0),
-    "driver": (engine_module, "ExpertCacheDriver", 0),
-    "cache": (engine_module, "StateManager", 0),
-    "passes": (engine_module, "ModelPasses", 0),
+    "driver": (loaded, "ExpertCacheDriver", 0),
+    "cache": (loaded, "StateManager", 0),
+    "passes": (loaded, "ModelPasses", 0),
 }
 """What fails: where it is looked up, and which call. From `driver` on the readers run."""
 
@@ -59,7 +58,7 @@ ON_A_CARD = {
     "records": (gpu_device, "read_exactly", 28),
     "link": (gpu_device, "CudaTransfer", 0),
     "tables": (gpu_device, "GpuExperts", 0),
-    "cache": (engine_module, "StateManager", 0),
+    "cache": (loaded, "StateManager", 0),
 }
 
 
@@ -246,7 +245,7 @@ def test_other_failures_are_not_tried_again(
     home: ModelHome, monkeypatch: pytest.MonkeyPatch, holdings: Holdings
 ) -> None:
     with (
-        failing(monkeypatch, engine_module, "StateManager", lambda: KeyError("layer")),
+        failing(monkeypatch, loaded, "StateManager", lambda: KeyError("layer")),
         pytest.raises(KeyError),
     ):
         load_with_retry(home, CONFIG)

@@ -289,7 +289,7 @@ def _watched(
 ) -> SpillWatch | None:
     """Looks whether all that was allocated is on the card, and makes what looks again later."""
     arenas = [*slots.data.values()]
-    if isinstance(draft, GpuDraft):
+    if draft is not None and not draft.is_in_slots:
         arenas += draft.arena.data.values()
     watch = make_watch(look_at_host(), arenas, handle.device)
     if watch is not None and (found := watch.look_at_all()) is not None:
