@@ -1,15 +1,17 @@
 """A card that is host memory: what tests of the engine on a card are made of.
 
 Kernels run in triton's interpreter, copies on queues that check their order. Whatever reads a
-slot, a target's launch or a draft's, is checked against the copies into it.
+slot, a target's launch or a draft's, is checked against the copies into it. A card that records
+its work (`fake_graphs`) tells of its launches itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -26,6 +28,9 @@ from mira_engine.runtime.gpu_experts import GpuExperts
 from mira_engine.runtime.host_memory import pageable
 from mira_engine.types import ComputeDtype, Precision
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from fake_graphs import FakeGraphs
 
 CARD_BYTES = 8 << 30
 
@@ -47,13 +52,44 @@ Load = Callable[..., Engine]
 Prepared = Callable[[str, Precision], ModelHome]
 
 
+@dataclass(frozen=True, slots=True)
+class FakeCard:
+    """What stands for a card."""
+
+    queues: FakeQueues
+    graphs: FakeGraphs
+
+
+def plug_in_recording_card(monkeypatch: pytest.MonkeyPatch) -> FakeCard:
+    """Makes every card one with 8 GiB that is host memory and records its work."""
+    from fake_graphs import FakeGraphs
+
+    queues = FakeQueues()
+    graphs = FakeGraphs(queues)
+    graphs.install(monkeypatch)
+    _plug_in(monkeypatch, queues, graphs)
+    return FakeCard(queues, graphs)
+
+
 def plug_in_card(monkeypatch: pytest.MonkeyPatch) -> FakeQueues:
     """Makes every card one with 8 GiB that is host memory. Returns its queues."""
     queues = FakeQueues()
-    handle = GpuHandle(device=torch.device("cpu"), queues=queues, allocate=pageable)
+    _plug_in(monkeypatch, queues)
+    _check_launches(monkeypatch, queues)
+    return queues
+
+
+def _plug_in(
+    monkeypatch: pytest.MonkeyPatch, queues: FakeQueues, graphs: FakeGraphs | None = None
+) -> None:
+    handle = GpuHandle(device=torch.device("cpu"), queues=queues, allocate=pageable, graphs=graphs)
     monkeypatch.setattr(gpu_device, "open_card", lambda index: handle)
     monkeypatch.setattr(gpu_device, "free_device_bytes", lambda index: CARD_BYTES)
     monkeypatch.setattr(gpu_device, "peak_device_bytes", lambda index: 0)
+
+
+def _check_launches(monkeypatch: pytest.MonkeyPatch, queues: FakeQueues) -> None:
+    """Has each launch read its slots before the queues' eyes."""
     acquire, draft = CudaTransfer.acquire, GpuExperts.draft
 
     def read(transfer: CudaTransfer, slots: Iterable[int]) -> None:
@@ -72,7 +108,6 @@ def plug_in_card(monkeypatch: pytest.MonkeyPatch) -> FakeQueues:
 
     monkeypatch.setattr(CudaTransfer, "acquire", acquire_and_read)
     monkeypatch.setattr(GpuExperts, "draft", read_and_draft)
-    return queues
 
 
 def preparing(folder: Path, tiny_checkpoint: Callable[..., Path]) -> Prepared:

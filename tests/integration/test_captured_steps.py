@@ -8,43 +8,37 @@ interpreter, and every copy is checked against every launch (`fake_queues`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
-from fake_queues import FakeQueues
-from mira_engine.config import EngineConfig, MemoryAmount, SamplingConfig
+from fake_card import (
+    FakeCard,
+    Load,
+    Prepared,
+    loading,
+    plug_in_recording_card,
+    preparing,
+)
+from mira_engine.config import MemoryAmount, SamplingConfig
 from mira_engine.engine import Engine
 from mira_engine.events import Notice
-from mira_engine.library import ModelHome, ModelLibrary
+from mira_engine.library import ModelHome
 from mira_engine.policy.speculation import KChoice, RoundObservation
-from mira_engine.prepare import prepare
-from mira_engine.types import CompileMode, ComputeDtype, DraftExperts, FinishReason, Precision
+from mira_engine.types import CompileMode, DraftExperts, FinishReason, Precision
 from torch import Tensor
 
 pytest.importorskip("triton", reason="triton has no wheel for this system")
 
-from fake_graphs import FakeGraphs
 from mira_engine.model import bucketed
 from mira_engine.policy.launching import Launch, LaunchAhead
-from mira_engine.runtime import captured, captured_model, gpu_device
+from mira_engine.runtime import captured, captured_model
 from mira_engine.runtime.captured import DraftStep
 from mira_engine.runtime.captured_memory import BoundaryMemory
 from mira_engine.runtime.captured_target import TargetStep
-from mira_engine.runtime.gpu_device import GpuHandle
 from mira_engine.runtime.gpu_experts import GpuExperts
-from mira_engine.runtime.host_memory import pageable
 
 NEW_TOKENS = 6
-BASE = EngineConfig(
-    precision=Precision.BF16,
-    dtype=ComputeDtype.FLOAT32,
-    budget=MemoryAmount(share=8.0),
-    num_draft_tokens=0,
-    context_length=64,
-    num_threads=1,
-)
 PROMPT = [7, 99, 23, 180]
 DRAFTING = {
     "precision": Precision.NESTED,
@@ -53,58 +47,30 @@ DRAFTING = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Card:
-    """What stands for a card."""
-
-    queues: FakeQueues
-    graphs: FakeGraphs
-
-
 @pytest.fixture(scope="module")
 def prepared(
     tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Callable[..., Path]
-) -> Callable[[str, Precision], ModelHome]:
+) -> Prepared:
     """Prepares a family's tiny checkpoint, without sliding windows, in a precision, once."""
-    library = ModelLibrary(tmp_path_factory.mktemp("captured"))
+    prepare = preparing(tmp_path_factory.mktemp("captured"), tiny_checkpoint)
 
     def make(family: str, precision: Precision, *, has_windows: bool = False) -> ModelHome:
-        home = library.resolve(str(tiny_checkpoint(family, has_windows=has_windows)))
-        if not home.is_ready(precision):
-            prepare(home, precision, on_progress=lambda *_: None, is_cancelled=lambda: False)
-        return home
+        return prepare(family, precision, has_windows=has_windows)
 
     return make
 
 
 @pytest.fixture
-def card(monkeypatch: pytest.MonkeyPatch) -> Card:
-    """A card with 8 GiB that is host memory, and records what it does."""
-    queues = FakeQueues()
-    graphs = FakeGraphs(queues)
-    graphs.install(monkeypatch)
-    handle = GpuHandle(device=torch.device("cpu"), queues=queues, allocate=pageable, graphs=graphs)
-    monkeypatch.setattr(gpu_device, "open_card", lambda index: handle)
-    monkeypatch.setattr(gpu_device, "free_device_bytes", lambda index: 8 << 30)
-    monkeypatch.setattr(gpu_device, "peak_device_bytes", lambda index: 0)
-    return Card(queues, graphs)
+def card(monkeypatch: pytest.MonkeyPatch) -> FakeCard:
+    """A card that records what it does."""
+    return plug_in_recording_card(monkeypatch)
 
 
 @pytest.fixture
-def load() -> Iterator[Callable[..., Engine]]:
+def load() -> Iterator[Load]:
     """Loads engines and closes them."""
-    engines: list[Engine] = []
-
-    def make(home: ModelHome, notices: list[Notice] | None = None, **changes: object) -> Engine:
-        told = [] if notices is None else notices
-        engine = Engine.load(home, replace(BASE, **changes), on_notice=told.append)
-        engine._end_ids = frozenset()
-        engines.append(engine)
-        return engine
-
-    yield make
-    for engine in engines:
-        engine.close()
+    with loading() as load:
+        yield load
 
 
 def _text(engine: Engine, prompt: list[int] = PROMPT, num_tokens: int = NEW_TOKENS) -> list[int]:
@@ -119,7 +85,7 @@ def _steps(engine: Engine, kind: type) -> list:
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "olmoe"])
 def test_text_of_captured_steps_with_misses_is_the_processors(
-    family: str, prepared, load, card: Card
+    family: str, prepared, load, card: FakeCard
 ) -> None:
     home = prepared(family, Precision.BF16)
     expected = _text(load(home))
@@ -136,7 +102,7 @@ def test_text_of_captured_steps_with_misses_is_the_processors(
 
 @pytest.mark.parametrize("experts", [DraftExperts.ALL, DraftExperts.CACHED])
 def test_text_of_captured_drafts_and_verifications_is_the_processors(
-    experts: DraftExperts, prepared, load, card: Card
+    experts: DraftExperts, prepared, load, card: FakeCard
 ) -> None:
     home = prepared("qwen2_moe", Precision.NESTED)
     expected = _text(load(home, precision=Precision.NESTED))
@@ -154,7 +120,7 @@ def test_text_of_captured_drafts_and_verifications_is_the_processors(
 
 
 def test_logits_of_captured_steps_do_not_depend_on_misses_bit_by_bit(
-    prepared, load, card: Card
+    prepared, load, card: FakeCard
 ) -> None:
     home = prepared("qwen2_moe", Precision.BF16)
     found = []
@@ -179,7 +145,7 @@ def test_logits_of_captured_steps_do_not_depend_on_misses_bit_by_bit(
 
 
 def test_verification_launched_ahead_with_fewer_slots_than_it_needs_rolls_through_them(
-    prepared, load, card: Card, monkeypatch: pytest.MonkeyPatch
+    prepared, load, card: FakeCard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home = prepared("qwen2_moe", Precision.NESTED)
     expected = _text(load(home, precision=Precision.NESTED))
@@ -194,7 +160,7 @@ def test_verification_launched_ahead_with_fewer_slots_than_it_needs_rolls_throug
 
 
 def test_text_goes_on_beyond_the_end_of_a_bucket(
-    prepared, load, card: Card, monkeypatch: pytest.MonkeyPatch
+    prepared, load, card: FakeCard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bucketed, "MIN_BUCKET_TOKENS", 8)
     home = prepared("mixtral", Precision.BF16)
@@ -207,7 +173,7 @@ def test_text_goes_on_beyond_the_end_of_a_bucket(
 
 
 def test_second_chat_and_a_chat_after_a_reset_use_the_same_recordings(
-    prepared, load, card: Card
+    prepared, load, card: FakeCard
 ) -> None:
     home = prepared("mixtral", Precision.BF16)
     plain, engine = load(home), load(home, gpu=0)
@@ -225,7 +191,7 @@ def test_second_chat_and_a_chat_after_a_reset_use_the_same_recordings(
     assert card.graphs.num_captures == num_captures
 
 
-def test_chat_after_nan_in_the_room_is_what_it_was(prepared, load, card: Card) -> None:
+def test_chat_after_nan_in_the_room_is_what_it_was(prepared, load, card: FakeCard) -> None:
     engine = load(prepared("mixtral", Precision.BF16), gpu=0)
     expected = _text(engine, num_tokens=3)
     with torch.inference_mode():
@@ -238,7 +204,7 @@ def test_chat_after_nan_in_the_room_is_what_it_was(prepared, load, card: Card) -
 
 
 def test_reply_cancelled_inside_a_captured_pass_leaves_a_chat_that_goes_on(
-    prepared, load, card: Card, monkeypatch: pytest.MonkeyPatch
+    prepared, load, card: FakeCard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home = prepared("qwen2_moe", Precision.BF16)
     expected = _text(load(home))
@@ -275,7 +241,7 @@ def _always(self: LaunchAhead, layer: int, **what: object) -> Launch:
 
 
 def test_pieces_launched_ahead_without_their_experts_are_repaired(
-    prepared, load, card: Card, monkeypatch: pytest.MonkeyPatch
+    prepared, load, card: FakeCard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home = prepared("qwen2_moe", Precision.BF16)
     expected = _text(load(home))
@@ -289,7 +255,9 @@ def test_pieces_launched_ahead_without_their_experts_are_repaired(
     assert sum(step.num_ahead for step in steps) > sum(step.num_repaired for step in steps)
 
 
-def test_nothing_is_waited_for_where_all_experts_are_resident(prepared, load, card: Card) -> None:
+def test_nothing_is_waited_for_where_all_experts_are_resident(
+    prepared, load, card: FakeCard
+) -> None:
     engine = load(prepared("olmoe", Precision.BF16), gpu=0)
     engine.fill_hot([(layer, expert) for layer in range(2) for expert in range(8)])
 
@@ -301,7 +269,7 @@ def test_nothing_is_waited_for_where_all_experts_are_resident(prepared, load, ca
 
 
 def test_driver_is_told_the_same_whether_pieces_are_launched_ahead_or_not(
-    prepared, load, card: Card, monkeypatch: pytest.MonkeyPatch
+    prepared, load, card: FakeCard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home = prepared("qwen2_moe", Precision.BF16)
     told = []
@@ -333,7 +301,7 @@ def _is_wrong(engine: Engine, expected: list[int]) -> bool:
 
 
 def test_count_of_misses_that_is_ignored_is_seen(
-    prepared, load, card: Card, monkeypatch: pytest.MonkeyPatch
+    prepared, load, card: FakeCard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home = prepared("qwen2_moe", Precision.BF16)
     expected = _text(load(home))
@@ -349,7 +317,7 @@ def test_count_of_misses_that_is_ignored_is_seen(
 
 
 def test_memory_that_is_not_kept_between_pieces_is_seen(
-    prepared, load, card: Card, monkeypatch: pytest.MonkeyPatch
+    prepared, load, card: FakeCard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home = prepared("qwen2_moe", Precision.BF16)
     expected = _text(load(home))
@@ -359,7 +327,7 @@ def test_memory_that_is_not_kept_between_pieces_is_seen(
 
 
 def test_position_that_is_a_number_is_seen(
-    prepared, load, card: Card, monkeypatch: pytest.MonkeyPatch
+    prepared, load, card: FakeCard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home = prepared("mixtral", Precision.BF16)
     expected = _text(load(home))
@@ -376,7 +344,7 @@ def test_position_that_is_a_number_is_seen(
 
 
 def test_slot_given_away_under_a_launch_is_seen(
-    prepared, load, card: Card, monkeypatch: pytest.MonkeyPatch
+    prepared, load, card: FakeCard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LaunchAhead, "choose", _always)
     home = prepared("qwen2_moe", Precision.BF16)
@@ -390,7 +358,9 @@ def test_slot_given_away_under_a_launch_is_seen(
 # -- what cannot be captured ---------------------------------------------------------------
 
 
-def test_family_with_windows_runs_module_by_module_and_says_so(prepared, load, card: Card) -> None:
+def test_family_with_windows_runs_module_by_module_and_says_so(
+    prepared, load, card: FakeCard
+) -> None:
     home = prepared("mixtral", Precision.BF16, has_windows=True)
     expected, notices = _text(load(home)), []
 
@@ -402,7 +372,7 @@ def test_family_with_windows_runs_module_by_module_and_says_so(prepared, load, c
 
 
 def test_pass_that_asks_the_device_runs_module_by_module_and_says_so(
-    prepared, load, card: Card, monkeypatch: pytest.MonkeyPatch
+    prepared, load, card: FakeCard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home = prepared("mixtral", Precision.BF16)
     expected, notices = _text(load(home)), []
@@ -423,7 +393,7 @@ def test_pass_that_asks_the_device_runs_module_by_module_and_says_so(
 
 
 def test_no_more_is_captured_than_the_plan_has_memory_for(
-    prepared, load, card: Card, monkeypatch: pytest.MonkeyPatch
+    prepared, load, card: FakeCard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bucketed, "MIN_BUCKET_TOKENS", 8)
     monkeypatch.setattr(captured, "MAX_BYTES", 0)
@@ -437,7 +407,7 @@ def test_no_more_is_captured_than_the_plan_has_memory_for(
     assert "captured-memory" in {notice.code for notice in notices}
 
 
-def test_no_step_is_captured_where_compiling_is_off(prepared, load, card: Card) -> None:
+def test_no_step_is_captured_where_compiling_is_off(prepared, load, card: FakeCard) -> None:
     notices: list[Notice] = []
     engine = load(prepared("mixtral", Precision.BF16), notices, gpu=0, compile_mode=CompileMode.OFF)
 
@@ -467,7 +437,7 @@ class _FakeGovernor:
 
 
 def test_steps_are_captured_without_a_word_and_the_governor_is_spared_that_round(
-    prepared, load, card: Card
+    prepared, load, card: FakeCard
 ) -> None:
     notices: list[Notice] = []
     engine = load(prepared("mixtral", Precision.BF16), notices, gpu=0)

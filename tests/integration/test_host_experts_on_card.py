@@ -12,36 +12,31 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
+from fake_card import (
+    Load,
+    Prepared,
+    loading,
+    plug_in_card,
+    plug_in_recording_card,
+    preparing,
+)
 from fake_queues import FakeQueues
-from mira_engine.config import EngineConfig, LinkConfig, MemoryAmount, SamplingConfig
+from mira_engine.config import LinkConfig, MemoryAmount, SamplingConfig
 from mira_engine.engine import Engine
 from mira_engine.errors import StoreError
 from mira_engine.events import Notice
-from mira_engine.library import ModelHome, ModelLibrary
+from mira_engine.library import ModelHome
 from mira_engine.policy.driver import ExpertCacheDriver
 from mira_engine.policy.host_misses import HostMisses, HostSetup
 from mira_engine.policy.replay import DecisionLog, replay
-from mira_engine.prepare import prepare
 from mira_engine.runtime import gpu_device
-from mira_engine.runtime.cuda_transfer import CudaTransfer
-from mira_engine.runtime.gpu_device import GpuHandle
 from mira_engine.runtime.host_experts import HostExperts
-from mira_engine.runtime.host_memory import pageable
-from mira_engine.types import CachePolicy, ComputeDtype, DraftExperts, FinishReason, Precision
+from mira_engine.types import CachePolicy, DraftExperts, FinishReason, Precision
 
 pytest.importorskip("triton", reason="triton has no wheel for this system")
 
 NEW_TOKENS = 6
-BASE = EngineConfig(
-    precision=Precision.BF16,
-    dtype=ComputeDtype.FLOAT32,
-    budget=MemoryAmount(share=0.8),
-    num_draft_tokens=0,
-    context_length=64,
-    num_threads=1,
-    gpu=0,
-)
+ON_CARD = {"gpu": 0, "budget": MemoryAmount(share=0.8)}
 PROMPT = [7, 99, 23]
 ALL = HostSetup(expert_s=1e-9, token_s=0.0, record_s=1.0, num_held=0)
 """Every miss of a few tokens is computed on the host."""
@@ -52,37 +47,15 @@ SOME = replace(ALL, expert_s=1.0)
 @pytest.fixture(scope="module")
 def prepared(
     tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Callable[..., Path]
-) -> Callable[[str, Precision], ModelHome]:
+) -> Prepared:
     """Prepares a family's tiny checkpoint in a precision, once."""
-    library = ModelLibrary(tmp_path_factory.mktemp("host"))
-
-    def make(family: str, precision: Precision) -> ModelHome:
-        home = library.resolve(str(tiny_checkpoint(family)))
-        if not home.is_ready(precision):
-            prepare(home, precision, on_progress=lambda *_: None, is_cancelled=lambda: False)
-        return home
-
-    return make
+    return preparing(tmp_path_factory.mktemp("host"), tiny_checkpoint)
 
 
 @pytest.fixture(autouse=True)
 def queues(monkeypatch: pytest.MonkeyPatch) -> FakeQueues:
-    """A card with 8 GiB that is host memory; launches are checked against copies."""
-    made = FakeQueues()
-    handle = GpuHandle(device=torch.device("cpu"), queues=made, allocate=pageable)
-    monkeypatch.setattr(gpu_device, "open_card", lambda index: handle)
-    monkeypatch.setattr(gpu_device, "free_device_bytes", lambda index: 8 << 30)
-    monkeypatch.setattr(gpu_device, "peak_device_bytes", lambda index: 0)
-    acquire = CudaTransfer.acquire
-
-    def acquire_and_read(self: CudaTransfer, slots) -> None:
-        acquire(self, slots)
-        for slot in slots:
-            for part in self._slots[slot].values():
-                made.read(part)
-
-    monkeypatch.setattr(CudaTransfer, "acquire", acquire_and_read)
-    return made
+    """A card; launches are checked against copies."""
+    return plug_in_card(monkeypatch)
 
 
 @pytest.fixture
@@ -105,20 +78,14 @@ def rates(monkeypatch: pytest.MonkeyPatch) -> Callable[[HostSetup], None]:
 
 
 @pytest.fixture
-def load() -> Iterator[Callable[..., Engine]]:
-    """Loads engines and closes them."""
-    engines: list[Engine] = []
+def load() -> Iterator[Load]:
+    """Loads engines on a card with few slots, and closes them."""
+    with loading() as load:
 
-    def make(home: ModelHome, notices: list[Notice] | None = None, **changes: object) -> Engine:
-        told = [] if notices is None else notices
-        engine = Engine.load(home, replace(BASE, **changes), on_notice=told.append)
-        engine._end_ids = frozenset()
-        engines.append(engine)
-        return engine
+        def on_card(home: ModelHome, *args: object, **changes: object) -> Engine:
+            return load(home, *args, **(ON_CARD | changes))
 
-    yield make
-    for engine in engines:
-        engine.close()
+        yield on_card
 
 
 def _text(engine: Engine, **sampling: object) -> list[int]:
@@ -153,6 +120,21 @@ def test_text_with_the_host_is_the_processors(
     assert 0 < stats.num_on_host <= stats.num_misses
     assert (stats.num_on_host < stats.num_misses) == (setup is SOME)
     assert stats.host_s > 0
+
+
+def test_text_of_captured_steps_with_the_host_is_the_processors(
+    prepared, load, rates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = prepared("mixtral", Precision.BF16)
+    rates(ALL)
+    expected = _text(load(home, gpu=None))
+    plug_in_recording_card(monkeypatch)
+
+    engine = load(home)
+
+    assert _text(engine) == expected
+    assert _num_on_host(engine) > 0
+    assert engine.executor.meter.num_compiled_passes == NEW_TOKENS - 1
 
 
 def test_text_with_everything_left_to_the_card_is_the_same(prepared, load, rates) -> None:
