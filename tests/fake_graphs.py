@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -160,6 +161,7 @@ class FakeGraphs:
         self.num_replays = 0
         self.num_captures = 0
         self._queues = queues
+        self._left: WeakSet[FakeRecording] | None = None
         self._recorder: _Recorder | None = None
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,6 +173,8 @@ class FakeGraphs:
     def capture(self, work: Work) -> list[FakeRecording]:
         """Runs `work` once as it is, then records it."""
         work(lambda: None)
+        if self._left is not None and not self._left:
+            raise RecordingError("the pool has lost its last recording: it takes no other")
         self.num_captures += 1
         recorder = _Recorder()
         self._recorder = recorder
@@ -184,7 +188,16 @@ class FakeGraphs:
         for storage in alive:
             storage.fill_(_POISON)
         self.num_bytes += sum(storage.nbytes() for storage in alive)
-        return [FakeRecording(recorder.pool, piece, self) for piece in recorder.pieces]
+        recordings = [FakeRecording(recorder.pool, piece, self) for piece in recorder.pieces]
+        self._left = self._left or WeakSet()
+        self._left.update(recordings)
+        return recordings
+
+    def renew(self) -> None:
+        """Begins another pool."""
+        assert not self._left, "recordings are left whose memory is given back"
+        self._left = None
+        self.num_bytes = 0
 
     def launch(self, kernel: Any, grid: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Runs a kernel, and records it if something is recorded."""

@@ -155,7 +155,8 @@ class Engine(LoadedModel):
         """Makes a reply's tokens, or the rest of them; the one loop."""
         sampling, sampler, history = so_far.sampling, so_far.sampler, so_far.history
         num_prompt, is_begun = so_far.num_prompt_tokens, so_far.num_new_tokens > 0
-        meter = self.executor.meter = so_far.meter
+        meter = so_far.meter
+        self.executor.go_on_with(meter)
         room = self.context_length - num_prompt
         if room < 1:
             raise ContextLengthError(

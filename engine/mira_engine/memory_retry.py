@@ -184,7 +184,9 @@ class LastingReplies:
         Args:
             num_prompt_tokens: Of the pass that did, 0 where it was not one over a prompt.
         """
-        if num_prompt_tokens > LEAST_CHUNK:
+        # A short pass that fails is not what takes the memory.
+        is_long = 2 * num_prompt_tokens >= self._current().config.prefill_chunk_tokens
+        if is_long and num_prompt_tokens > LEAST_CHUNK:
             less = smaller_chunk(num_prompt_tokens)
             self._current().limit_chunks(less)
             self._tell(

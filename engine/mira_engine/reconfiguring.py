@@ -129,8 +129,11 @@ class Reloading:
         self._is_cancelled = is_cancelled
         self._is_ending = is_ending
 
-    def run(self, config: EngineConfig) -> None:
-        """Loads the model with a configuration, or where that fails with the former one.
+    def run(self, choose: Callable[[], EngineConfig]) -> None:
+        """Loads the model anew, or where that fails with the former configuration.
+
+        Args:
+            choose: Gives the configuration, now that the memory is free.
 
         Raises:
             CancelledError: Somebody asked to stop; the former configuration is in force.
@@ -139,7 +142,7 @@ class Reloading:
         """
         failure: MiraError | None = None
         try:
-            engine = self._load(self._home, config, self._is_cancelled)
+            engine = self._load(self._home, choose(), self._is_cancelled)
         except MiraError as error:
             failure = unchanged(error)
         except MemoryError:

@@ -422,7 +422,7 @@ class Worker:
             is_ending=self._ending.is_set,
         )
         self._unload()
-        reloading.run(choose())
+        reloading.run(choose)
 
     def _describe_model(self, job: DescribeModel) -> None:
         from .model_report import describe

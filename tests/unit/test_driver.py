@@ -241,14 +241,26 @@ def test_prompt_does_not_make_the_reply_look_as_if_it_needed_more_than_the_slots
     assert not driver._is_flooded
 
 
-def test_draft_of_passes_that_need_more_than_the_slots_fetches_nothing() -> None:
+@pytest.mark.parametrize("is_immediate", [True, False])
+def test_draft_of_passes_that_need_more_than_the_slots_fetches_nothing(is_immediate: bool) -> None:
     driver = ExpertCacheDriver(
-        replace(SETUP, num_slots=9, num_reserved_slots=1, is_lookahead_immediate=True)
+        replace(SETUP, num_slots=9, num_reserved_slots=1, is_lookahead_immediate=is_immediate)
+    )
+    assert driver.begin_draft(1, True) or driver.is_listening
+    for _ in range(3):
+        run_pass(driver, 1, 2, 3)
+    assert driver.begin_draft(1, True) == []
+    assert not driver.is_listening
+    assert not driver.is_prediction_wanted
+
+
+def test_regions_with_fewer_slots_than_a_pass_needs_go_on_staging() -> None:
+    driver = ExpertCacheDriver(
+        replace(SETUP, num_slots=9, num_reserved_slots=1, num_hot_slots=4, num_stage_slots=3)
     )
     for _ in range(3):
         run_pass(driver, 1, 2, 3)
-    driver.begin_draft(1, True)
-    assert driver.draft_routed(0, [7]) == [Skip(ExpertId(0, 7), SkipReason.NO_ROOM)]
+    assert driver.is_prediction_wanted
 
 
 def test_draft_without_prefetching_is_not_listened_to() -> None:

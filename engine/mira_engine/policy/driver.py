@@ -174,8 +174,9 @@ class ExpertCacheDriver:
         self._last_counts: dict[ExpertId, int] = {}
         """Routed tokens of the prompt's last pass."""
         self._is_more_to_read = False
-        self._streamed: deque[ExpertId] = deque()
-        """What passes that need more than there are slots brought, in order."""
+        self._streamed: deque[tuple[ExpertId, int]] = deque()
+        """What passes that need more than there are slots brought, in order, each with the
+        generation of its slot."""
         self._num_of_pass = 0
         """Experts that the layers of this pass asked for so far."""
         self._is_flooded = False
@@ -215,7 +216,7 @@ class ExpertCacheDriver:
         would drive out what the next pass needs.
         """
         has_room = self.residency.num_used < self._num_all_experts
-        is_passing_through = self._is_more_to_read or self._is_flooded
+        is_passing_through = self._is_more_to_read or self._is_passing_through
         return self._is_prediction_wanted and has_room and not is_passing_through
 
     @property
@@ -272,7 +273,7 @@ class ExpertCacheDriver:
             self._last_counts.update(self._tokens_of)
         self._missing.sort(key=lambda e: (-self._tokens_of[e], e.expert))
         actions += self._fetch_missing()
-        if on_host and not self._missing:
+        if on_host and not self._missing and not self._is_passing_through:
             # What the layer computes is not pinned where nothing is waited for.
             protected = self._staging.expected.union(self._tokens_of)
             actions += self._host.bring_back(residency, protected)
@@ -349,7 +350,14 @@ class ExpertCacheDriver:
         of a pass for the one after it.
         """
         is_prompt = self.residency.is_prefilling and self._is_more_to_read
-        return (is_prompt or self._is_flooded) and not self._has_regions
+        return self._is_passing_through or (is_prompt and not self._has_regions)
+
+    @property
+    def _is_passing_through(self) -> bool:
+        """Whether replies' passes bring more than stays: then what is fetched ahead would make
+        something give way that the same pass needs. HOT and STAGE see to that themselves.
+        """
+        return self._is_flooded and not self._has_regions
 
     def _make_room_behind(self) -> list[Action]:
         """Frees a slot of what passed through for a layer that is behind, if none is free.
@@ -359,10 +367,12 @@ class ExpertCacheDriver:
         residency, streamed = self.residency, self._streamed
         if residency.num_used < residency.num_slots:
             return []
-        while streamed and streamed[0].layer != self._layer:
-            expert = streamed.popleft()
+        while streamed and streamed[0][0].layer != self._layer:
+            expert, generation = streamed.popleft()
             slot = residency.slot_of(expert)
-            if slot is not None and residency.is_ready(expert) and not residency.is_pinned(slot):
+            if slot is None or residency.generation(slot) != generation:
+                continue  # It gave way since, and somebody else may have brought it again.
+            if residency.is_ready(expert) and not residency.is_pinned(slot):
                 residency.evict(expert)
                 return [Evict(expert, slot, EvictReason.LAYER_BEHIND)]
         return []
@@ -442,7 +452,8 @@ class ExpertCacheDriver:
             self._num_missed += 1
             self._pin(fetch.expert)
             if is_streaming:
-                self._streamed.append(fetch.expert)
+                generation = self.residency.generation(fetch.slot)
+                self._streamed.append((fetch.expert, generation))
             num_tokens = self._tokens_of[fetch.expert]
             self._waiting[fetch.expert] = Compute(
                 fetch.expert, fetch.slot, num_tokens, ServedBy.MISS, False
@@ -477,7 +488,7 @@ class ExpertCacheDriver:
         self._analyzer.clear()
         self._window.clear()
         self._is_lookahead_on = False
-        if not is_prefetching or not self.payoff.begin_round():
+        if not is_prefetching or self._is_passing_through or not self.payoff.begin_round():
             return []
         if self._setup.is_lookahead_immediate:
             self._is_lookahead_on = True
@@ -491,11 +502,7 @@ class ExpertCacheDriver:
 
     @_observation
     def draft_routed(self, layer: int, experts: Sequence[int]) -> list[Action]:
-        """A draft's router has chosen. Returns fetches of what is missing.
-
-        None where passes need more than there are slots: whatever gave way for a fetch would be
-        missed in the same pass.
-        """
+        """A draft's router has chosen. Returns fetches of what is missing."""
         chosen = [ExpertId(layer, expert) for expert in experts]
         self._window.update(chosen)
         actions: list[Action] = []
@@ -503,7 +510,7 @@ class ExpertCacheDriver:
             if self.residency.slot_of(expert) is None:
                 fetch = None
                 # A miss must find a slot whose record it need not wait for.
-                if self.residency.num_loading < self._max_loading and not self._is_flooded:
+                if self.residency.num_loading < self._max_loading:
                     fetch = self.residency.admit(
                         expert, FetchReason.LOOKAHEAD, protected=self._window
                     )

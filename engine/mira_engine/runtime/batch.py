@@ -105,6 +105,8 @@ class BatchDecoder:
             while any(request.reason is None for request in self._rows):
                 self._compact()
                 yield from self._emit(self._round())
+                for request in self._rows:
+                    request.sampler.mark()  # What was told is not drawn once more.
                 self._on_round()
         except CancelledError:
             for request in self._rows:
@@ -144,7 +146,9 @@ class BatchDecoder:
     def _read_prompts(self) -> Iterator[BatchEvent]:
         """Prefills all prompts side by side; each one's end gives its first token."""
         prompts = [request.prompt for request in self._rows]
-        for start, stop, lasts in self._prompt_spans():
+        driver, spans = self._executor.driver, self._prompt_spans()
+        for number, (start, stop, lasts) in enumerate(spans):
+            self._executor.obey(driver.begin_prefill(len(spans) - number))
             logits = self._passes.forward_batch(
                 self.state,
                 [prompt[start:stop] for prompt in prompts],
@@ -158,6 +162,7 @@ class BatchDecoder:
                     scores = logits[row, lasts.index(last)]
                     first[row].append(request.sampler.draw(request.prompt, scores).token)
             yield from self._emit(first)
+        self._executor.obey(driver.end_prefill())
 
     def _prompt_spans(self) -> list[tuple[int, int, list[int]]]:
         """Returns each prefill pass's columns, and those in it that end some prompt."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..config import format_bytes
-from ..errors import MiraError
+from ..errors import MiraError, check_cancelled
 from ..model.bucketed import bucket_of
 from ..model.kv import StateManager
 from ..policy.launching import LaunchAhead
@@ -29,6 +29,7 @@ from .executor import ExpertExecutor
 from .gpu_device import GpuDevice, GpuHandle
 from .gpu_experts import GpuExperts
 from .graphs import Cut
+from .shortage import is_out_of_memory
 
 MAX_STEPS = 24
 """Most recordings held, whole passes: three depths of draft in eight buckets. Beyond them the
@@ -117,6 +118,8 @@ class CapturedSteps:
         self._steps: OrderedDict[tuple[bool, int, int], DraftStep | TargetStep] = OrderedDict()
         self._lengths: frozenset[int] = frozenset()
         self._is_off = False
+        self._is_short = False
+        """Whether a shortage of memory is why nothing is recorded."""
         self._is_full = False
         self._is_new = False
         executor.is_drafted_kept = True
@@ -128,6 +131,11 @@ class CapturedSteps:
     def forget(self) -> None:
         """Gives all recordings up; they are made anew when they are needed. Between replies."""
         self._steps.clear()
+        graphs = self._device.handle.graphs
+        assert graphs is not None
+        graphs.renew()
+        self._is_off = self._is_off and not self._is_short
+        self._is_full = self._is_short = False
 
     def take_new(self) -> bool:
         """Whether a step was recorded since the last call: what was timed had that in it."""
@@ -150,6 +158,7 @@ class CapturedSteps:
             CancelledError: The cancel flag was raised.
             StoreError: A record could not be read.
         """
+        check_cancelled(self._executor.is_cancelled)
         if not self._takes(len(tokens), phase):
             return None
         step = self._step(tokens, is_draft=phase is Phase.DRAFT)
@@ -163,8 +172,10 @@ class CapturedSteps:
     def _takes(self, num_tokens: int, phase: Phase) -> bool:
         if self._is_off or phase is Phase.PREFILL or num_tokens not in self._lengths:
             return False
-        # A driver that listens hears each layer's choice on the host.
-        if phase is Phase.DRAFT and (num_tokens > 1 or self._executor.driver.is_listening):
+        executor = self._executor
+        # A driver that listens, and a trace, take each layer's choice on the host.
+        is_heard = executor.driver.is_listening or executor.recorder is not None
+        if phase is Phase.DRAFT and (num_tokens > 1 or is_heard):
             return False
         has_room = self._state.num_cached + num_tokens <= self._state.capacity
         return has_room and all(layer.is_initialized for layer in self._state.cache.layers)
@@ -207,6 +218,7 @@ class CapturedSteps:
                 return DraftStep(**common)
             return TargetStep(executor=self._executor, ahead=self._ahead, **common)
         except _RECORDING_ERRORS as error:
+            self._is_short = is_out_of_memory(error)
             self._give_up(error.message if isinstance(error, MiraError) else str(error))
             return None
         finally:

@@ -54,6 +54,18 @@ _HOST_SLICE_S = 1e-3
 """Longest wait for the host's experts between two looks at what has landed."""
 
 
+def _figures(traffic: TrafficCounters) -> tuple[TrafficCounters, int, float, float, float, float]:
+    """The counters, and what of them the driver is told."""
+    return (
+        traffic,
+        traffic.num_bytes,
+        traffic.transfer_s,
+        traffic.planning_s,
+        traffic.predicting_s,
+        traffic.host_s,
+    )
+
+
 def _never() -> bool:
     return False
 
@@ -114,6 +126,8 @@ class ExpertExecutor:
         """Counts what is routed, once somebody looks."""
         self._seen: tuple[TrafficCounters, int, float, float, float, float] | None = None
         """Counters, and what of them the driver knows already."""
+        self._carried: tuple[TrafficCounters, int, float, float, float, float] | None = None
+        """What a reply's counters held when it came here from another engine."""
         self._ended_at = 0.0
         self.host: HostExperts | None = None
         """Computes on the processor what the driver leaves to it."""
@@ -334,21 +348,20 @@ class ExpertExecutor:
                 self.obey(self.driver.predict(target, picks, hidden.shape[0]))
         self._traffic().predicting_s += time.perf_counter() - started
 
+    def go_on_with(self, meter: ReplyMeter) -> None:
+        """Counts into a reply's meter, which may have counted in another engine before."""
+        self.meter = meter
+        self._carried = _figures(meter.decode)
+
     def end_pass(self, num_tokens: int) -> None:
         """A target pass is over, on which the text goes on by `num_tokens`."""
         traffic = self._traffic()
         is_same_reply = self._seen is not None and self._seen[0] is traffic
         if not is_same_reply:
-            self._seen = traffic, 0, 0.0, 0.0, 0.0, 0.0
+            is_carried = self._carried is not None and self._carried[0] is traffic
+            self._seen = self._carried if is_carried else (traffic, 0, 0.0, 0.0, 0.0, 0.0)
         _, num_bytes, transfer_s, planning_s, predicting_s, host_s = self._seen
-        self._seen = (
-            traffic,
-            traffic.num_bytes,
-            traffic.transfer_s,
-            traffic.planning_s,
-            traffic.predicting_s,
-            traffic.host_s,
-        )
+        self._seen = _figures(traffic)
         now = time.perf_counter()
         round_s = now - self._ended_at if is_same_reply and num_tokens else 0.0
         self._ended_at = now

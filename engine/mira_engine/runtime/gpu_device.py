@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..checkpoint.formats import ExpertFormat, make_format
 from ..checkpoint.store import ExpertStore
 from ..config import EngineConfig, format_bytes
-from ..errors import ConfigError, MiraError, check_cancelled
+from ..errors import ConfigError, check_cancelled
 from ..events import MemoryPlan
 from ..model.loader import TORCH_DTYPES
 from ..policy.host_misses import HostSetup
@@ -278,8 +278,9 @@ def make_gpu_device(
         setup = measure_host(
             host, transfer, module, fmt.shape, dtype, source.experts, is_cancelled=is_cancelled
         )
-    except MiraError:
+    except BaseException:
         host.close()
+        transfer.close()
         raise
     return replace(gpu, host=host, host_setup=setup)
 

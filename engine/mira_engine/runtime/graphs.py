@@ -50,6 +50,9 @@ class Graphs(Protocol):
             RuntimeError: The device cannot record this.
         """
 
+    def renew(self) -> None:
+        """Gives the pool's memory back. No recording may be left."""
+
 
 class CudaGraphs:
     """torch's CUDA graphs, in a pool of their own.
@@ -68,15 +71,24 @@ class CudaGraphs:
         """Runs `work` once as it is, then records it."""
         compute = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(compute)
-        with torch.cuda.stream(self._stream):
-            work(_go_on)
-            self._stream.synchronize()
-            before, _ = torch.cuda.mem_get_info(self._device)
-            pieces = self._record(work)
-            after, _ = torch.cuda.mem_get_info(self._device)
-            self.num_bytes += max(0, before - after)  # The recordings' own nodes included.
-        compute.wait_stream(self._stream)
+        before, _ = torch.cuda.mem_get_info(self._device)
+        try:
+            with torch.cuda.stream(self._stream):
+                work(_go_on)
+                self._stream.synchronize()
+                pieces = self._record(work)
+        finally:  # A trial that failed may have left launches, too.
+            compute.wait_stream(self._stream)
+        after, _ = torch.cuda.mem_get_info(self._device)
+        # With what the trial took on this stream, and the recordings' own nodes.
+        self.num_bytes += max(0, before - after)
         return pieces
+
+    def renew(self) -> None:
+        """Gives the pool's memory back. A pool that has lost its last graph takes no other."""
+        self._pool = torch.cuda.graph_pool_handle()
+        self.num_bytes = 0
+        torch.cuda.empty_cache()
 
     def _record(self, work: Work) -> list[Recording]:
         pieces = [self._begin()]
