@@ -132,3 +132,15 @@ async def test_terminal_of_another_width_and_another_end_keep_the_passages_in_or
         await settle(pilot)
         assert answer.source == LONG * 2
         await check_order(scene, answer)
+
+
+async def test_text_that_is_taken_down_is_left_alone():
+    scene = Scene()
+    async with scene.app.run_test(size=SIZE) as pilot:
+        await scene.chatting(pilot)
+        await scene.asking(pilot, "q")
+        await stream(scene, pilot, LONG * 2, len(LONG))
+        answer = scene.replies[-1].answer
+        async with scene.app.chat_screen._drawing:
+            await answer.query("*").remove()
+            await answer._change([], range(1))

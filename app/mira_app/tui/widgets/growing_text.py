@@ -265,12 +265,17 @@ class GrowingText(Vertical):
                 await self.remove_children([self.places[index].rest() for index in gone])
             behind: Widget = self._above
             for index in window:
+                if behind.parent is not self:
+                    return  # The text itself is being taken down.
                 passage = self.places[index].passage
                 if passage is None:
                     passage = self.places[index].show()
                     await self.mount(passage, after=behind)
                 behind = passage
-            if self.children.index(self._below) != self.children.index(behind) + 1:
+            children = list(self.children)
+            if not {behind, self._below} <= set(children):
+                return
+            if children.index(self._below) != children.index(behind) + 1:
                 self.move_child(self._below, after=behind)
             self._first_shown = window.start if window else len(self.places)
             self._fill_gaps()
