@@ -125,7 +125,7 @@ def test_text_with_the_host_is_the_processors(
 def test_text_of_captured_steps_with_the_host_is_the_processors(
     prepared, load, rates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    home = prepared("mixtral", Precision.BF16)
+    home = prepared("mixtral", Precision.BF16, has_windows=False)
     rates(ALL)
     expected = _text(load(home, gpu=None))
     plug_in_recording_card(monkeypatch)

@@ -273,7 +273,7 @@ class ExpertCacheDriver:
             self._last_counts.update(self._tokens_of)
         self._missing.sort(key=lambda e: (-self._tokens_of[e], e.expert))
         actions += self._fetch_missing()
-        if on_host and not self._missing and not self._is_passing_through:
+        if on_host and not self._missing:
             # What the layer computes is not pinned where nothing is waited for.
             protected = self._staging.expected.union(self._tokens_of)
             actions += self._host.bring_back(residency, protected)
