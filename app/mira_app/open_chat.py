@@ -137,7 +137,9 @@ class OpenChat:
         """Changes what this chat asks for, from the next question on."""
         self.conversation = dataclasses.replace(self.conversation, system_prompt=system_prompt)
         if sampling != self.sampling:
-            self._own_sampling = None if sampling == self.settings.sampling else sampling
+            self._own_sampling = self.settings.changed_sampling(
+                self._own_sampling, self.sampling, sampling
+            )
             self.sampling = sampling
         if self.conversation.turns:
             self._save()
