@@ -87,12 +87,15 @@ async def test_text_for_a_chat_that_does_not_come_waits_for_the_next_and_is_not_
         scene.client.calls[-1].fail(api.BudgetError("The budget is too small."))
         await until(pilot, lambda: scene.controller.stage is Stage.FAILED)
         await until(pilot, lambda: scene.app.kept_text == "why?")
+        line = scene.app.models_screen.written_line
+        await until(pilot, lambda: line.display and "For the chat: why?" in str(line.content))
         await pilot.press("enter")
         await scene.requested(pilot, 2)
         scene.client.deliver_loaded(PLAN)
         await until(pilot, lambda: isinstance(scene.app.focused, Composer))
         await until(pilot, lambda: scene.app.focused.text == "why?")
         assert len(scene.client.requests) == 2
+        await until(pilot, lambda: not line.display)
 
 
 async def test_letters_of_a_search_over_a_model_that_loads_are_searched(tmp_path: Path) -> None:

@@ -220,7 +220,7 @@ class MiraApp(LastingApp):
         if not self._is_chat_dressed:  # It keeps what it has when one comes back to it.
             self.chat_screen.side_panel.columns = self.interface.panel_width
             self.show_panels(self.interface.are_panels_shown)
-            self.chat_screen.composer.insert(self._draft, (0, 0))
+            self.chat_screen.composer.insert(self._composer_text, (0, 0))
             self._is_chat_dressed = True
         self.hand_on_kept()
         if self._is_drawing_due:
@@ -243,7 +243,7 @@ class MiraApp(LastingApp):
         if isinstance(event, events.Paste) or event.is_printable:
             return True
         if event.key == "enter":
-            return bool(self._kept) and not self._draft
+            return bool(self._kept) and not self._composer_text
         return bool(self._kept) and event.key in ("backspace", *NEW_LINE_KEYS)
 
     def _unsend_kept(self) -> None:
