@@ -58,6 +58,8 @@ class OpenChat:
         self._save_error: MiraError | None = None
         self._was_changed_elsewhere = False
         """Whether another app's turns came into the chat, and nobody was told yet."""
+        self._renumbered: dict[int, int] = {}
+        """New numbers of turns since then, by those that were told last."""
         self._is_reply_due = False
         """Whether the question at the head is to be asked once the model is loaded."""
         self._partial = self._thinking = ""
@@ -151,6 +153,7 @@ class OpenChat:
         self.sampling, self._own_sampling = self.settings.sampling_of(own), own
         self.stats = ReplyStats()
         self.trimmed, self._is_reply_due = None, False
+        self._renumbered = {}
         self._partial = self._thinking = ""
 
     def _refuse_while_replying(self) -> None:
@@ -194,4 +197,7 @@ class OpenChat:
             self._save_error = error
             return
         if kept is not self.conversation:
+            numbers = self.conversation.numbers_in(kept)
+            told = {old: numbers[new] for old, new in self._renumbered.items()}
+            self._renumbered = {**numbers, **told}
             self.conversation, self._was_changed_elsewhere = kept, True

@@ -284,6 +284,7 @@ def test_turns_of_another_app_come_into_the_chat_and_are_told_once(ready, client
     client.deliver_done("a", STATS)
     update = ready.poll()
     assert update.is_changed_elsewhere
+    assert update.renumbered == {0: 1, 1: 2}
     assert [turn.content for turn in ready.conversation.turns] == ["theirs", "q", "a"]
     assert [turn.content for turn in ready.conversation.path()] == ["q", "a"]
     assert not ready.poll().is_changed_elsewhere

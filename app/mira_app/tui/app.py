@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mira_engine.api import MiraError
@@ -153,8 +154,10 @@ class MiraApp(LastingApp):
                 drawing = take(update)
                 if inspect.isawaitable(drawing):
                     await drawing
-            elif screen is self.chat_screen and self._is_chat_opening:
-                self.chat_screen.due_error = update.error or self.chat_screen.due_error
+            elif screen is self.chat_screen:
+                # What fails with the menu in front is told there.
+                is_told = not self._is_chat_opening
+                screen.put_off(replace(update, error=None) if is_told else update)
         self._open_due_chat()
         self._hand_on_due()
 
