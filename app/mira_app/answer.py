@@ -62,7 +62,10 @@ from .settings import Settings
 OnEvent = Callable[[object], None]
 
 BUSY_RETRY_S = 1.0
-"""Time between two looks whether another process has finished a model."""
+"""Time until the first look again whether another process has finished a model."""
+
+BUSY_RETRY_MAX_S = 15.0
+"""The longest time between two: each look may ask the hub, and a preparation takes minutes."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -178,16 +181,22 @@ class Answerer:
             draft=draft,
             draft_from=draft_from,
         )
-        is_told = False
-        while True:
-            try:
-                self._prepare(request)
-                return
-            except ModelBusyError as error:
-                if not is_told:
-                    self._say(f"{error.message} Waiting for it; Ctrl+C ends that.")
-                is_told = True
-                self._sleep(BUSY_RETRY_S)
+        wait_s = BUSY_RETRY_S
+        # Outside of any `except`: an interrupt while it waits has no error behind it, by
+        # which a second interrupt is told from the first.
+        while (busy := self._prepare_unless_busy(request)) is not None:
+            if wait_s == BUSY_RETRY_S:
+                self._say(f"{busy.message} Waiting for it; Ctrl+C ends that.")
+            self._sleep(wait_s)
+            wait_s = min(2 * wait_s, BUSY_RETRY_MAX_S)
+
+    def _prepare_unless_busy(self, request: PrepareModel) -> ModelBusyError | None:
+        """Returns that another process prepares the model, `None` once it is prepared."""
+        try:
+            self._prepare(request)
+        except ModelBusyError as error:
+            return error
+        return None
 
     def _prepare(self, request: PrepareModel) -> None:
         call = self._client.submit(

@@ -6,6 +6,7 @@ what `mira-chat plan` says of it; nothing here works any of that out again.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -114,7 +115,7 @@ class CasePlanner:
         with self._make_client() as client:
             plans = [
                 (config.engine, ask_plan(client, name, config.engine, machine))
-                for machine, config in itertools.product(_unique(machines), configs)
+                for machine, config in itertools.product(_told_apart(machines), configs)
             ]
         return _cases_of(plans, entry.title)
 
@@ -131,15 +132,23 @@ def _given(flags: Mapping[str, object], name: str) -> list[str | None]:
     return list(dict.fromkeys(values))  # type: ignore[call-overload]
 
 
-def _unique(machines: Sequence[MachineRates | None]) -> list[MachineRates | None]:
-    return list(dict.fromkeys(machines))
+def _told_apart(machines: Sequence[MachineRates | None]) -> list[MachineRates | None]:
+    """Returns each machine once; those after the first of a name get a number behind it."""
+    told: list[MachineRates | None] = []
+    names: dict[str, int] = {}
+    for machine in dict.fromkeys(machines):
+        if machine is not None:
+            number = names[machine.name] = names.get(machine.name, 0) + 1
+            if number > 1:
+                machine = dataclasses.replace(machine, name=f"{machine.name} ({number})")
+        told.append(machine)
+    return told
 
 
 def _cases_of(plans: Sequence[tuple[EngineConfig, PlanMade]], model: str) -> PlannedCases:
     cases: dict[tuple[str, str], SimulationCase] = {}
     notes, refused = _Notes(), []
-    for config, made in plans:
-        memory = _memory_text(config, made)
+    for (_, made), memory in zip(plans, _memory_texts(plans), strict=True):
         case = planned_case(made, model=model, memory=memory)
         notes.add(made.machine.name, made.notes)
         if case is None:
@@ -151,10 +160,31 @@ def _cases_of(plans: Sequence[tuple[EngineConfig, PlanMade]], model: str) -> Pla
     return PlannedCases(cases=tuple(cases.values()), notes=(*notes.lines(), *refused))
 
 
-def _memory_text(config: EngineConfig, made: PlanMade) -> str:
+def _memory_texts(plans: Sequence[tuple[EngineConfig, PlanMade]]) -> list[str]:
+    """Returns the memory of each plan for people, exactly where it would be two plans' else."""
+    texts = [_memory_text(config, made, format_bytes) for config, made in plans]
+    amounts: dict[tuple[str, str], set[object]] = {}
+    for (config, made), text in zip(plans, texts, strict=True):
+        told = amounts.setdefault((made.machine.name, text), set())
+        told.add((made.memory_bytes, config.budget))
+    return [
+        _memory_text(config, made, _exact_text)
+        if len(amounts[made.machine.name, text]) > 1
+        else text
+        for (config, made), text in zip(plans, texts, strict=True)
+    ]
+
+
+def _memory_text(config: EngineConfig, made: PlanMade, text_of: Callable[[float], str]) -> str:
     parts = []
     if config.budget is None or config.memory_bytes is not None:
-        parts.append(f"{format_bytes(made.memory_bytes)} of memory")
+        parts.append(f"{text_of(made.memory_bytes)} of memory")
     if config.budget is not None:
-        parts.append(f"{config.budget} for experts")
+        num_bytes = config.budget.num_bytes
+        amount = str(config.budget) if num_bytes is None else text_of(num_bytes)
+        parts.append(f"{amount} for experts")
     return ", ".join(parts)
+
+
+def _exact_text(num_bytes: float) -> str:
+    return f"{num_bytes / 2**20:.15g} MiB"

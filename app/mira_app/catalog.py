@@ -14,6 +14,7 @@ from mira_assets.models import CatalogModel, load_models
 from mira_engine.api import ConfigError, Precision, PrepareError, UnknownModelError
 
 from .model_sizes import expected_prepared_bytes
+from .paths import home_expanded
 from .state_files import read_json, write_json
 
 if TYPE_CHECKING:
@@ -287,7 +288,7 @@ def model_name(text: str) -> str:
     name = text.strip().strip("\"'")
     if not name:
         raise ConfigError("Nothing was given.", hint="Type owner/name, or paste a folder's path.")
-    folder = Path(name).expanduser()
+    folder = home_expanded(name)
     if folder.is_dir():
         return str(folder.resolve())
     if "://" in name:

@@ -13,6 +13,7 @@ from mira_assets.models import load_models
 from mira_engine.api import Precision, UnknownModelError
 
 from .catalog import BUILTIN, Catalog, CatalogEntry, ModelState
+from .paths import home_expanded
 from .state_files import read_json, write_json
 
 
@@ -47,7 +48,7 @@ def find_entry(name: str, catalog: Catalog, precision: Precision) -> CatalogEntr
     Raises:
         UnknownModelError: There is no such model; the nearest names of the catalog are said.
     """
-    if (Path(name).expanduser() / "config.json").is_file():
+    if (home_expanded(name) / "config.json").is_file():
         return catalog.find(name, precision)
     repos = {}
     for repo, facts in load_models().items():

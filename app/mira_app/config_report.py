@@ -101,7 +101,7 @@ class ConfigReport:
             "problems": [problem.to_fields() for problem in self.problems],
             "notes": [note.to_fields() for note in self.notes],
         }
-        return json.dumps(report, ensure_ascii=False)
+        return json.dumps(report)
 
 
 def make_config_report(

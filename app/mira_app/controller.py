@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from mira_engine.api import (
     CancelledError,
@@ -70,8 +71,8 @@ class Update:
         thinking: New text of what the model thinks before it, not sanitised either.
         error: What failed, for the person to see.
         is_stage_new: Whether `stage` is another than before.
-        is_changed_elsewhere: Whether another app's turns came into the chat, as a branch; turns
-            may have other numbers than before.
+        is_changed_elsewhere: Whether another app's turns came into the chat, as a branch.
+        renumbered: New numbers of turns where that changed them, by those of before.
     """
 
     text: str = ""
@@ -79,6 +80,7 @@ class Update:
     error: MiraError | None = None
     is_stage_new: bool = False
     is_changed_elsewhere: bool = False
+    renumbered: Mapping[int, int] = field(default_factory=dict)
 
 
 class ChatController(OpenChat):
@@ -271,12 +273,14 @@ class ChatController(OpenChat):
         is_stage_new = self.stage is not self._polled_stage
         self._polled_stage = self.stage
         was_changed, self._was_changed_elsewhere = self._was_changed_elsewhere, False
+        renumbered, self._renumbered = self._renumbered, {}
         return Update(
             text=text,
             thinking=thinking,
             error=error,
             is_stage_new=is_stage_new,
             is_changed_elsewhere=was_changed,
+            renumbered=renumbered,
         )
 
     def _ask(self, conversation: Conversation) -> None:

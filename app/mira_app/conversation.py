@@ -233,6 +233,20 @@ class Conversation:
         Args:
             kept: The other version.
         """
+        turns, numbers = self._graft(kept)
+        return dataclasses.replace(
+            self,
+            turns=turns,
+            head_id=None if self.head_id is None else numbers[self.head_id],
+            visited=tuple(numbers[turn_id] for turn_id in self.visited),
+        )
+
+    def numbers_in(self, grafted: Conversation) -> dict[int, int]:
+        """Returns the numbers of this version's turns in what came of grafting it, by its own."""
+        return self._graft(grafted)[1]
+
+    def _graft(self, kept: Conversation) -> tuple[tuple[Turn, ...], dict[int, int]]:
+        """Returns the turns of both, and which of them this one's are, by its own numbers."""
         turns = list(kept.turns)
         alike: dict[tuple[object, ...], list[int]] = {}
         for turn in reversed(turns):
@@ -245,12 +259,7 @@ class Conversation:
             if numbers[turn.turn_id] == len(turns):
                 placed = dataclasses.replace(turn, turn_id=len(turns), parent_id=parent_id)
                 turns.append(placed)
-        return dataclasses.replace(
-            self,
-            turns=tuple(turns),
-            head_id=None if self.head_id is None else numbers[self.head_id],
-            visited=tuple(numbers[turn_id] for turn_id in self.visited),
-        )
+        return tuple(turns), numbers
 
     def siblings(self, turn_id: int) -> tuple[Turn, ...]:
         """Returns the alternatives of a turn, itself among them, oldest first."""

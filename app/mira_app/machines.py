@@ -16,6 +16,8 @@ from pathlib import Path
 from mira_assets.gpus import Gpu, load_gpus
 from mira_engine.api import ConfigError, MachineRates, MemoryAmount
 
+from .paths import home_expanded
+
 _LANE_BYTES_PER_S = {3: 0.985e9, 4: 1.969e9, 5: 3.938e9}
 """PCIe, one lane in one direction after line coding."""
 
@@ -48,7 +50,7 @@ def find_machine(name: str) -> MachineRates:
     card = gpus.get(name.strip().lower().replace(" ", "-"))
     if card is not None:
         return rates_of_card(card)
-    path = Path(name).expanduser()
+    path = home_expanded(name)
     if path.is_file():
         return _read_file(path)
     near = difflib.get_close_matches(name.lower(), gpus, n=3, cutoff=0.5)

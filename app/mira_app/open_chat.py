@@ -58,6 +58,8 @@ class OpenChat:
         self._save_error: MiraError | None = None
         self._was_changed_elsewhere = False
         """Whether another app's turns came into the chat, and nobody was told yet."""
+        self._renumbered: dict[int, int] = {}
+        """New numbers of turns since then, by those that were told last."""
         self._is_reply_due = False
         """Whether the question at the head is to be asked once the model is loaded."""
         self._partial = self._thinking = ""
@@ -137,7 +139,9 @@ class OpenChat:
         """Changes what this chat asks for, from the next question on."""
         self.conversation = dataclasses.replace(self.conversation, system_prompt=system_prompt)
         if sampling != self.sampling:
-            self._own_sampling = None if sampling == self.settings.sampling else sampling
+            self._own_sampling = self.settings.changed_sampling(
+                self._own_sampling, self.sampling, sampling
+            )
             self.sampling = sampling
         if self.conversation.turns:
             self._save()
@@ -149,6 +153,7 @@ class OpenChat:
         self.sampling, self._own_sampling = self.settings.sampling_of(own), own
         self.stats = ReplyStats()
         self.trimmed, self._is_reply_due = None, False
+        self._renumbered = {}
         self._partial = self._thinking = ""
 
     def _refuse_while_replying(self) -> None:
@@ -192,4 +197,7 @@ class OpenChat:
             self._save_error = error
             return
         if kept is not self.conversation:
+            numbers = self.conversation.numbers_in(kept)
+            told = {old: numbers[new] for old, new in self._renumbered.items()}
+            self._renumbered = {**numbers, **told}
             self.conversation, self._was_changed_elsewhere = kept, True

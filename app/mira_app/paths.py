@@ -21,10 +21,15 @@ CONFIG_VARIABLE = "MIRA_CHAT_CONFIG"
 """Environment variable that names another settings file."""
 
 
+def home_expanded(path: str) -> Path:
+    """Returns a path with `~` written out; as it is where nobody has the home that it names."""
+    return Path(os.path.expanduser(path))  # `Path.expanduser` raises there.
+
+
 def data_dir(environ: Mapping[str, str] = os.environ) -> Path:
     """Returns the directory of models and stores; it may not exist yet."""
     if given := environ.get(DATA_DIR_VARIABLE):
-        return Path(given).expanduser().absolute()
+        return home_expanded(given).absolute()
     import platformdirs
 
     return Path(platformdirs.user_data_dir(_APP_NAME, appauthor=False))
@@ -40,7 +45,7 @@ def config_dir() -> Path:
 def config_path(environ: Mapping[str, str] = os.environ) -> Path:
     """Returns the settings file; it may not exist yet."""
     if given := environ.get(CONFIG_VARIABLE):
-        return Path(given).expanduser().absolute()
+        return home_expanded(given).absolute()
     return config_dir() / "config.toml"
 
 
@@ -71,7 +76,7 @@ def history_path(environ: Mapping[str, str] = os.environ, given: str | None = No
         given: What the setting `history` says, `None` for nothing.
     """
     if given is not None:
-        return Path(given).expanduser().absolute()
+        return home_expanded(given).absolute()
     return data_dir(environ) / "history.sqlite3"
 
 

@@ -70,11 +70,17 @@ def reporting_streams() -> Iterator[None]:
     """Ends the program with exit code 1 where the output cannot be written.
 
     A reader that has gone is told nothing; anything else is one line on standard error. A
-    character that the output's encoding does not have is written as `?`.
+    character that a terminal does not have is written as `?`; files and pipes get UTF-8, since
+    what Windows would write there lacks most characters.
     """
     with contextlib.suppress(AttributeError):  # None, or what a caller has put there.
-        if sys.stdout.encoding.lower().replace("-", "") != "utf8":
+        if sys.stdout.isatty():
             sys.stdout.reconfigure(errors="replace")
+        else:
+            # Bytes of a path that are no text come out as they went in, where they did before.
+            is_escaping = sys.stdout.errors == "surrogateescape"
+            errors = "surrogateescape" if is_escaping else "replace"
+            sys.stdout.reconfigure(encoding="utf-8", errors=errors)
     try:
         yield
         if sys.stdout is not None:

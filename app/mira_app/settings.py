@@ -38,6 +38,8 @@ class Settings:
         sampling: How tokens are chosen.
         given_sampling: What of that the command line says, by attribute: it holds for this run,
             in chats too that have a sampling of their own, and is never kept with one.
+        lasting_sampling: `sampling` without the command line, `None` where nothing of it is
+            from there.
         system_prompt: First message of every chat; empty leaves it to the model's template.
         interface: How the application looks and behaves.
         connect: Address of the server whose model answers, `None` for the engine here. Then
@@ -51,6 +53,7 @@ class Settings:
         default_factory=lambda: DEFAULTS[SamplingConfig]  # type: ignore[arg-type, return-value]
     )
     given_sampling: Mapping[str, object] = field(default_factory=dict)
+    lasting_sampling: SamplingConfig | None = None
     system_prompt: str = ""
     interface: InterfaceSettings = field(default_factory=InterfaceSettings)
     connect: str | None = None
@@ -62,6 +65,28 @@ class Settings:
             own: What the chat has of its own, `None` for nothing.
         """
         return self.sampling if own is None else dataclasses.replace(own, **self.given_sampling)
+
+    def changed_sampling(
+        self, own: SamplingConfig | None, now: SamplingConfig, chosen: SamplingConfig
+    ) -> SamplingConfig | None:
+        """Returns what a chat has of its own once the person has changed its sampling.
+
+        Only what differs is the person's: the rest may be the command line's, which is not
+        to be kept.
+
+        Args:
+            own: What the chat had of its own, `None` for nothing.
+            now: How its tokens were chosen in this run.
+            chosen: How they are to be chosen.
+        """
+        lasting = self.lasting_sampling or self.sampling
+        changed = {
+            name: getattr(chosen, name)
+            for name in (each.name for each in dataclasses.fields(chosen))
+            if getattr(chosen, name) != getattr(now, name)
+        }
+        kept = dataclasses.replace(own or lasting, **changed)
+        return None if kept == lasting else kept
 
 
 class Origin(enum.StrEnum):
@@ -75,10 +100,17 @@ class Origin(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """The value of one setting, and where it comes from."""
+    """The value of one setting, and where it comes from.
+
+    Attributes:
+        value: What holds in this run.
+        origin: Where it comes from.
+        lasting: What would hold without the command line.
+    """
 
     value: object
     origin: Origin
+    lasting: object
 
 
 def variable_of(setting: SettingField, environ: Mapping[str, str]) -> str:
@@ -109,22 +141,37 @@ def choose_settings(
             raise ConfigError(f"There is no setting {name!r}.", hint=f"Known: {known}.")
     chosen: dict[str, Chosen] = {}
     for setting in FIELDS:
-        name, variable = setting.name, variable_of(setting, environ)
-        text = environ.get(variable)
-        if flags.get(name) is not None:
-            chosen[name] = Chosen(value=setting.read(flags[name]), origin=Origin.FLAG)
-        elif text is not None and text.strip():
-            try:
-                value = setting.read(text)
-            except ConfigError as error:
-                hint = f"{error.hint} It comes from the variable {variable}."
-                raise ConfigError(error.message, hint=hint.strip()) from None
-            chosen[name] = Chosen(value=value, origin=Origin.ENVIRONMENT)
-        elif file and name in file:
-            chosen[name] = Chosen(value=setting.read(file[name]), origin=Origin.FILE)
+        given = flags.get(setting.name)
+        value = None if given is None else setting.read(given)
+        try:
+            lasting, origin = _lasting(setting, environ, file or {})
+        except ConfigError:
+            if given is None:
+                raise
+            lasting = setting.default  # A mistake that a flag covers is none in this run.
+        if given is None:
+            value = lasting
         else:
-            chosen[name] = Chosen(value=setting.default, origin=Origin.DEFAULT)
+            origin = Origin.FLAG
+        chosen[setting.name] = Chosen(value=value, origin=origin, lasting=lasting)
     return chosen
+
+
+def _lasting(
+    setting: SettingField, environ: Mapping[str, str], file: Mapping[str, object]
+) -> tuple[object, Origin]:
+    """Returns the value of a setting without the command line, and where it comes from."""
+    variable = variable_of(setting, environ)
+    text = environ.get(variable)
+    if text is not None and text.strip():
+        try:
+            return setting.read(text), Origin.ENVIRONMENT
+        except ConfigError as error:
+            hint = f"{error.hint} It comes from the variable {variable}."
+            raise ConfigError(error.message, hint=hint.strip()) from None
+    if setting.name in file:
+        return setting.read(file[setting.name]), Origin.FILE
+    return setting.default, Origin.DEFAULT
 
 
 def build_settings(chosen: Mapping[str, Chosen]) -> Settings:
@@ -134,8 +181,11 @@ def build_settings(chosen: Mapping[str, Chosen]) -> Settings:
         ConfigError: Two values cannot be used together.
     """
     values: dict[type[Part], dict[str, object]] = {part: {} for part in DEFAULTS}
+    lasting: dict[str, object] = {}
     for setting in FIELDS:
         values[setting.part][setting.attribute] = chosen[setting.name].value
+        if setting.part is SamplingConfig:
+            lasting[setting.attribute] = chosen[setting.name].lasting
     chat = ChatSettings(**values[ChatSettings])  # type: ignore[arg-type]
     link = LinkConfig(**values[LinkConfig])  # type: ignore[arg-type]
     return Settings(
@@ -148,6 +198,7 @@ def build_settings(chosen: Mapping[str, Chosen]) -> Settings:
             for setting in FIELDS
             if setting.part is SamplingConfig and chosen[setting.name].origin is Origin.FLAG
         },
+        lasting_sampling=SamplingConfig(**lasting),  # type: ignore[arg-type]
         system_prompt=chat.system_prompt,
         interface=InterfaceSettings(**values[InterfaceSettings]),  # type: ignore[arg-type]
         connect=chat.connect,

@@ -158,7 +158,7 @@ def refuse_engine_flags(flags: Flags, settings: Settings) -> None:
     from .setting_fields import FIELDS_BY_NAME, Section
 
     idle = [
-        "-k" if name == "k" else f"--{name.replace('_', '-')}"
+        _typed(name, value)
         for name, value in flags.items()
         if value is not None and FIELDS_BY_NAME[name].section is Section.ENGINE
     ]
@@ -167,6 +167,13 @@ def refuse_engine_flags(flags: Flags, settings: Settings) -> None:
             f"Without effect on a model that {host_of(settings.connect)} runs: {', '.join(idle)}.",
             hint="Leave that out; or chat with a model of this machine by --connect ''.",
         )
+
+
+def _typed(name: str, value: object) -> str:
+    """Returns a flag as it is typed for this value."""
+    if name == "k":
+        return "-k"
+    return f"--{'no-' if value is False else ''}{name.replace('_', '-')}"
 
 
 def is_terminal(stream: TextIO | None) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -176,7 +177,8 @@ class ModelLibrary:
             )
         if (match := _REPO.fullmatch(model)) and not model.startswith("."):
             return self._hub_home(match["repo"], match["revision"])
-        folder = Path(model).expanduser().resolve()
+        # `Path.expanduser` raises where nobody has the home that is named.
+        folder = Path(os.path.expanduser(model)).resolve()
         home = self._folder_home(folder)
         if (folder / "config.json").is_file() or home.ready_precisions:
             return home

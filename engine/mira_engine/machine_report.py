@@ -137,7 +137,8 @@ def _memory() -> Iterator[MachineFact]:
         hint="Close other programs, or give a smaller --budget." if is_little else "",
         value=float(memory.available_bytes),
     )
-    yield from system_facts(look_at_host(), memory.total_bytes)
+    is_contained = memory.container_bytes is not None
+    yield from system_facts(look_at_host(), None if is_contained else memory.total_bytes)
     if not MemoryProbe().is_exact:
         yield MachineFact(
             code="memory-peak",

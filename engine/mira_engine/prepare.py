@@ -127,6 +127,7 @@ def prepare(
             is_deleted=is_download_deleted,
             on_note=on_note,
         )
+        _refuse_busy(home)
         job.run()
         return
     checkpoint = CheckpointExperts(home.checkpoint_dir)
@@ -361,3 +362,16 @@ def locked(home: ModelHome) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def _refuse_busy(home: ModelHome) -> None:
+    """Looks whether another process works on a model, before anything is asked of the hub.
+
+    Makes no folder: there may be no model of that name.
+
+    Raises:
+        ModelBusyError: One does.
+    """
+    if (home.root / LOCK_FILE).exists():
+        with locked(home):
+            pass

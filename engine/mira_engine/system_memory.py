@@ -110,7 +110,9 @@ def _folders(root: Path) -> Iterator[tuple[Path, _Interface]]:
 def _own_groups(root: Path) -> Iterator[tuple[_Interface, PurePosixPath]]:
     """Yields the groups that the system names as this process' own, by interface."""
     try:
-        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+        # The name of a group is bytes that need not be text.
+        path = root / "proc/self/cgroup"
+        lines = path.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
         lines = ["0::/", "1:memory:/"]
     for line in lines:
@@ -128,10 +130,10 @@ def _file_cache(folder: Path, interface: _Interface) -> int:
     """Bytes of files that the group's usage counts and the system gives back."""
     try:
         lines = (folder / "memory.stat").read_text(encoding="ascii").splitlines()
+        fields = dict(line.split(" ", 1) for line in lines if " " in line)
+        return sum(int(fields.get(name, 0)) for name in interface.file_cache)
     except (OSError, ValueError):
         return 0
-    fields = dict(line.split(" ", 1) for line in lines if " " in line)
-    return sum(int(fields.get(name, 0)) for name in interface.file_cache)
 
 
 def _number(path: Path) -> int | None:

@@ -150,6 +150,8 @@ def test_missing_compiler_is_a_problem_and_a_built_library_is_not(tmp_path, monk
 def test_wsl_and_its_slow_drives_are_told(tmp_path, monkeypatch):
     host = HostSystem(kind=HostKind.WSL)
     monkeypatch.setattr(machine_report, "look_at_host", lambda: host)
+    memory = SystemMemory(total_bytes=2**33, available_bytes=2**32)
+    monkeypatch.setattr(machine_report, "system_memory", lambda: memory)
     mounts = [SimpleNamespace(mountpoint=str(tmp_path), fstype="9p")]
     monkeypatch.setattr("psutil.disk_partitions", lambda all: mounts)
     facts = described(tmp_path, "builtin", None)
@@ -161,7 +163,10 @@ def test_wsl_and_its_slow_drives_are_told(tmp_path, monkeypatch):
 def test_containers_limit_is_the_memory_that_is_told(tmp_path, monkeypatch):
     little = SystemMemory(total_bytes=2**31, available_bytes=2**30, container_bytes=2**31)
     monkeypatch.setattr(machine_report, "system_memory", lambda: little)
-    assert described(tmp_path, "builtin", None)["memory"].text == "1.0 GiB free of 2.0 GiB"
+    monkeypatch.setattr(machine_report, "look_at_host", lambda: HostSystem(kind=HostKind.WSL))
+    facts = described(tmp_path, "builtin", None)
+    assert facts["memory"].text == "1.0 GiB free of 2.0 GiB"
+    assert "wsl" not in facts, "it would be told as the virtual machine's memory"
 
 
 def test_little_memory_is_a_problem(tmp_path, monkeypatch):

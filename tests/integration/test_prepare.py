@@ -12,15 +12,22 @@ import pytest
 import tiny_models
 import torch
 import transformers
+from mira_engine import prepare as prepare_module
 from mira_engine.checkpoint import backbone as backbone_module
 from mira_engine.checkpoint import store as store_module
 from mira_engine.checkpoint import writing
 from mira_engine.checkpoint.experts import CheckpointExperts
 from mira_engine.checkpoint.files import MANIFEST_FILE
 from mira_engine.checkpoint.store import ExpertStore
-from mira_engine.errors import CancelledError, CheckpointError, DiskSpaceError, PrepareError
+from mira_engine.errors import (
+    CancelledError,
+    CheckpointError,
+    DiskSpaceError,
+    ModelBusyError,
+    PrepareError,
+)
 from mira_engine.library import ModelLibrary
-from mira_engine.prepare import prepare
+from mira_engine.prepare import locked, prepare
 from mira_engine.types import Precision
 from safetensors.torch import load_file
 
@@ -338,6 +345,13 @@ def test_store_of_another_layout_is_made_anew(tiny_checkpoint, home_of):
     path.write_text(json.dumps(raw | {"layout": "of another processor"}))
     prepare(home, Precision.NESTED, on_progress=ignore)
     assert hashes(home) == before
+
+
+def test_hub_is_asked_nothing_while_another_process_prepares_the_model(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare_module.hub_home, "find", lambda *_: pytest.fail("it was asked"))
+    home = ModelLibrary(tmp_path).resolve("owner/tiny")
+    with locked(home), pytest.raises(ModelBusyError, match="another process"):
+        prepare(home, Precision.NESTED, on_progress=ignore)
 
 
 def test_prepared_model_whose_checkpoint_is_gone_stays_ready(tmp_path, home_of):

@@ -112,6 +112,32 @@ async def test_draft_of_a_chat_that_was_never_opened_is_kept(paths):
     assert unsent_of(app).draft == "unsent"
 
 
+async def test_text_for_a_chat_that_is_not_there_yet_is_kept_with_the_draft(paths):
+    leave_unsent(paths, draft="left ")
+    app = make_app(paths)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await pilot.press("enter")
+        await until(pilot, lambda: app._is_chat_due)
+        await pilot.press(*"why?")
+        for _ in range(2):  # the second time upon what the first one wrote
+            await app._remember()
+            assert unsent_of(app).draft == "left why?"
+        await load(pilot)
+        await until(pilot, lambda: isinstance(app.focused, Composer))
+        await until(pilot, lambda: app.focused.text == "left why?")
+
+
+async def test_question_that_waits_for_its_chat_is_kept_with_the_draft(paths):
+    app = make_app(paths)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await pilot.press("enter")
+        await until(pilot, lambda: app._is_chat_due)
+        await pilot.press(*"why?", "enter")
+        await until(pilot, lambda: app.kept_text == "why?\n")
+        await pilot.press("ctrl+q")
+    assert unsent_of(app).draft == "why?"
+
+
 async def test_state_that_cannot_be_written_is_told_once_and_the_app_goes_on(paths):
     paths.state.parent.parent.mkdir(parents=True)
     paths.state.parent.write_text("a file where a folder should be")

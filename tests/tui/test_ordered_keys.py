@@ -87,12 +87,35 @@ async def test_text_for_a_chat_that_does_not_come_waits_for_the_next_and_is_not_
         scene.client.calls[-1].fail(api.BudgetError("The budget is too small."))
         await until(pilot, lambda: scene.controller.stage is Stage.FAILED)
         await until(pilot, lambda: scene.app.kept_text == "why?")
+        line = scene.app.models_screen.written_line
+        await until(pilot, lambda: line.display and "For the chat: why?" in str(line.content))
         await pilot.press("enter")
         await scene.requested(pilot, 2)
         scene.client.deliver_loaded(PLAN)
         await until(pilot, lambda: isinstance(scene.app.focused, Composer))
         await until(pilot, lambda: scene.app.focused.text == "why?")
         assert len(scene.client.requests) == 2
+        await until(pilot, lambda: not line.display)
+
+
+async def test_text_for_a_chat_that_is_covered_is_for_its_composer_all_the_same():
+    scene = Scene()
+    async with scene.app.run_test(size=SIZE) as pilot:
+        await scene.picking(pilot)
+        type_at_once(scene.app, *"qe")
+        await until(pilot, lambda: scene.app.kept_text == "qe")
+        scene.app._poll_timer.pause()
+        scene.app.show_chat()
+        scene.app.action_help()
+        await until(pilot, lambda: scene.app._is_chat_dressed)
+        await until(pilot, lambda: isinstance(scene.app.screen, HelpScreen))
+        await pilot.pause()
+        assert scene.app.kept_text == "qe"
+        type_at_once(scene.app, "escape", *"ry")
+        composer = scene.app.chat_screen.composer
+        await until(pilot, lambda: scene.app.screen is scene.app.chat_screen)
+        scene.app._poll_timer.resume()
+        await until(pilot, lambda: composer.text == "qery")
 
 
 async def test_letters_of_a_search_over_a_model_that_loads_are_searched(tmp_path: Path) -> None:

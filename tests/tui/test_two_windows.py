@@ -9,7 +9,7 @@ from app_scenes import STATS, Scene, until
 from app_shell_fakes import make_paths
 from fake_engine import PLAN
 from mira_app.app_state import AppState, StateFile
-from mira_app.controller import ChatController
+from mira_app.controller import ChatController, Update
 from mira_app.conversation import Conversation
 from mira_app.history import HistoryStore, StoredChat
 from mira_app.settings import Settings
@@ -143,3 +143,52 @@ async def test_question_that_is_being_edited_is_still_the_same_one():
         await scene.requested(pilot, 3)
         siblings = controller.conversation.siblings(2)
         assert [turn.content for turn in siblings] == ["one", "mine", "mine, better"]
+
+
+async def test_question_that_is_being_edited_stays_the_same_when_another_reply_is_asked_for():
+    """The path on the screen is new already when the change is told."""
+    scene, history = Scene(), FakeHistory()
+    async with scene.app.run_test(size=SIZE) as pilot:
+        await scene.chatting(pilot)
+        controller, screen = scene.controller, scene.app.chat_screen
+        controller.history = history
+        await scene.asking(pilot, "mine")
+        scene.client.deliver_done("second", STATS)
+        await until(pilot, lambda: controller.can_send)
+        await until(pilot, lambda: len(screen.messages.turns) == 2)
+        await pilot.press("tab", "up", "e")
+        await until(pilot, lambda: screen.composer.edited_turn_id == 0)
+        history.save = lambda chat: chat.conversation.grafted_on(START)
+        scene.app._poll_timer.pause()
+        await screen.action_regenerate()
+        await scene.poll(pilot)
+        edited_id = screen.composer.edited_turn_id
+        assert controller.conversation.turns[edited_id].content == "mine"
+        assert len(told(scene.app)) == 1
+
+
+async def test_change_is_told_once_there_is_something_to_draw_on(monkeypatch):
+    scene = Scene()
+    async with scene.app.run_test(size=SIZE) as pilot:
+        await scene.chatting(pilot)
+        screen = scene.app.chat_screen
+        scene.app._poll_timer.pause()
+        with monkeypatch.context() as patch:
+            patch.setattr(type(screen), "_is_laid_out", False)
+            await screen.take(Update(is_changed_elsewhere=True))
+        assert told(scene.app) == []
+        for _ in range(2):
+            await scene.poll(pilot)
+            assert len(told(scene.app)) == 1
+
+
+async def test_change_before_the_chat_is_shown_is_told_with_it():
+    scene = Scene()
+    async with scene.app.run_test(size=SIZE) as pilot:
+        await scene.picking(pilot)
+        scene.controller._was_changed_elsewhere = True
+        await scene.poll(pilot)
+        assert not scene.controller._was_changed_elsewhere
+        scene.client.deliver_loaded(PLAN)
+        await until(pilot, lambda: isinstance(scene.app.focused, Composer))
+        await until(pilot, lambda: len(told(scene.app)) == 1)

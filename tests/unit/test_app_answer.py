@@ -6,7 +6,7 @@ import io
 
 import pytest
 from app_fakes import FakeCatalog, FakeEngineClient
-from mira_app.answer import BUSY_RETRY_S, Answerer
+from mira_app.answer import BUSY_RETRY_MAX_S, BUSY_RETRY_S, Answerer
 from mira_app.engine_call import EngineCall
 from mira_app.progress import LineProgress
 from mira_app.settings import Settings
@@ -45,11 +45,11 @@ def make_answerer(client: FakeEngineClient, slept: list[float]) -> tuple[Answere
 
 
 def test_model_that_another_process_prepares_is_waited_for_and_told_once():
-    client, slept = BusyEngineClient(num_busy=3), []
+    client, slept = BusyEngineClient(num_busy=6), []
     answerer, err = make_answerer(client, slept)
     answerer.prepare()
-    assert slept == [BUSY_RETRY_S] * 3
-    assert len({request.request_id for request in client.requests}) == 4
+    assert slept == [BUSY_RETRY_S, 2, 4, 8, BUSY_RETRY_MAX_S, BUSY_RETRY_MAX_S]
+    assert len({request.request_id for request in client.requests}) == 7
     assert err.getvalue() == (
         "note: It is being prepared by another process. Waiting for it; Ctrl+C ends that.\n"
     )
@@ -71,6 +71,7 @@ def test_wait_for_another_process_is_ended_by_an_interrupt():
 
     answerer, _ = make_answerer(client, [])
     answerer._sleep = interrupt
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as caught:
         answerer.prepare()
     assert len(client.requests) == 1
+    assert caught.value.__context__ is None, "it would be taken for a second interrupt"

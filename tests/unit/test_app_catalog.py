@@ -19,6 +19,7 @@ from mira_app.catalog import (
     is_repo_name,
     model_name,
 )
+from mira_app.catalog_configs import find_entry
 from mira_app.engine_client import EngineClient
 from mira_app.model_sizes import expected_prepared_bytes
 from mira_app.verdicts import VERDICTS_FILE, VerdictBoard, rate_text, verdict_of
@@ -419,3 +420,11 @@ def test_board_with_a_process_gets_a_verdict(tmp_path):
         assert time.monotonic() < deadline
     assert board.of(OLMOE).num_draft_tokens == 4
     board.close()
+
+
+def test_home_of_nobody_is_no_model(tmp_path):
+    name = "~nobody-of-this-name/x"
+    with pytest.raises(api.UnknownModelError, match="does not exist"):
+        find_entry(name, LibraryCatalog(tmp_path), NESTED)
+    with pytest.raises(api.ConfigError, match="does not exist"):
+        model_name(name)

@@ -440,7 +440,7 @@ def test_options_of_the_engine_are_refused_where_a_server_runs_the_model(
     given = ("--memory", "8GiB", "-k", "2", "--no-prefetch", "--max-tokens", "9")
     done = invoke(*command, "--connect", "http://host:8000", *given)
     assert done.exit_code == 2
-    assert "that host:8000 runs: --memory, -k, --prefetch." in done.output
+    assert "that host:8000 runs: --memory, -k, --no-prefetch." in done.output
     assert "max-tokens" not in done.output
 
 

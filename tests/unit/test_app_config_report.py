@@ -37,8 +37,11 @@ def test_report_says_where_each_value_comes_from(path):
 
 
 def test_report_as_json_has_every_setting_in_the_form_of_the_file(path):
-    path.write_text('[keymap]\n"chat.new" = "f9"\n[engine]\nlink_latency = 2\n', encoding="utf-8")
-    report = json.loads(make_config_report({}, path).to_json())
+    text = '[keymap]\n"chat.new" = "f9"\n[engine]\nlink_latency = 2\n[chat]\nsystem = "→"\n'
+    path.write_text(text, encoding="utf-8")
+    written = make_config_report({}, path).to_json()
+    assert written.isascii(), "any encoding has it"
+    report = json.loads(written)
     assert list(report["settings"]) == [setting.name for setting in FIELDS]
     assert report["settings"]["keymap"]["value"] == {"chat.new": "f9"}
     assert report["settings"]["link_latency"] | {"about": ""} == {

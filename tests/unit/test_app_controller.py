@@ -252,9 +252,29 @@ def test_sampling_that_is_set_in_a_chat_is_kept_with_it_though_an_option_was_giv
     assert history.saved[-1].sampling is None, "only the prompt was changed"
     chosen = replace(controller.sampling, temperature=1.5)
     controller.set_chat_settings("be kind", chosen)
-    assert history.saved[-1].sampling == controller.sampling == chosen
+    assert controller.sampling == chosen
+    assert history.saved[-1].sampling == replace(Settings().sampling, temperature=1.5)
     controller.set_chat_settings("be kind", settings.sampling)
     assert history.saved[-1].sampling is None
+
+
+def test_option_of_the_sampling_is_not_kept_with_what_is_set_in_a_chat(client, history):
+    settings = load_settings({"temperature": 0.9}, {"MIRA_CHAT_SEED": "7"})
+    controller = ChatController(client, FakeCatalog(is_ready=True), settings, history=history)
+    own = api.SamplingConfig(temperature=0.2, max_new_tokens=99)
+    controller.open_chat(
+        StoredChat(chat_id="x", conversation=Conversation().with_user("q"), sampling=own)
+    )
+    chosen = replace(controller.sampling, max_new_tokens=77)
+    controller.set_chat_settings("", chosen)
+    assert controller.sampling == chosen
+    assert history.saved[-1].sampling == replace(own, max_new_tokens=77)
+
+    controller.new_chat()
+    controller.conversation = Conversation().with_user("q")
+    controller.set_chat_settings("", replace(controller.sampling, max_new_tokens=77))
+    lasting = replace(Settings().sampling, seed=7)
+    assert history.saved[-1].sampling == replace(lasting, max_new_tokens=77)
 
 
 def test_turns_of_another_app_come_into_the_chat_and_are_told_once(ready, client, history):
@@ -264,6 +284,7 @@ def test_turns_of_another_app_come_into_the_chat_and_are_told_once(ready, client
     client.deliver_done("a", STATS)
     update = ready.poll()
     assert update.is_changed_elsewhere
+    assert update.renumbered == {0: 1, 1: 2}
     assert [turn.content for turn in ready.conversation.turns] == ["theirs", "q", "a"]
     assert [turn.content for turn in ready.conversation.path()] == ["q", "a"]
     assert not ready.poll().is_changed_elsewhere

@@ -105,6 +105,11 @@ def test_grafted_version_has_all_of_both_and_stands_where_it_stood(common, one, 
     assert said(both) == said(mine)
     assert [said(both.at(v)) for v in both.visited] == [said(mine.at(v)) for v in mine.visited]
     assert mine.grafted_on(both) == both
+    numbers = mine.numbers_in(both)
+    assert [said(both.at(numbers[t.turn_id])) for t in mine.turns] == [
+        said(mine.at(t.turn_id)) for t in mine.turns
+    ]
+    assert numbers[mine.head_id] == both.head_id
     assert paths(both) == paths(mine) | paths(theirs)
 
 

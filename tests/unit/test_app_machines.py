@@ -93,6 +93,11 @@ def test_file_that_cannot_be_read_is_refused(tmp_path, name):
         find_machine(str(path))
 
 
+def test_home_of_nobody_is_no_file():
+    with pytest.raises(ConfigError, match="no card and no file"):
+        find_machine("~nobody-of-this-name/box.json")
+
+
 def test_unknown_card_names_the_nearest_ones():
     with pytest.raises(ConfigError, match=r"rtx-4070-super.*\?"):
         find_machine("rtx-4070-supr")

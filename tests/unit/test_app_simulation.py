@@ -99,6 +99,25 @@ def test_more_memory_than_the_card_has_is_simulated_once(planner):
     assert [case.memory for case in planned.cases] == ["8.0 GiB of memory", "4.0 GiB of memory"]
 
 
+def test_memories_that_read_alike_are_told_apart(planner):
+    flags = {"card": ["rtx-4090"], "memory": ["8GiB", "8212MiB", "6GiB"], "budget": ["2GiB"]}
+    assert [case.memory for case in planner.plan(flags).cases] == [
+        "8192 MiB of memory, 2048 MiB for experts",
+        "8212 MiB of memory, 2048 MiB for experts",
+        "6.0 GiB of memory, 2.0 GiB for experts",
+    ]
+
+
+def test_machines_of_one_name_are_told_apart(planner, tmp_path):
+    paths = [tmp_path / place / "box.json" for place in "ab"]
+    for path, gib in zip(paths, (6, 8), strict=True):
+        path.parent.mkdir()
+        rates = {"device_bytes_per_s": 4e11, "link_bytes_per_s": 2.5e10}
+        path.write_text(json.dumps({"device_memory_bytes": gib * 2**30, **rates}))
+    planned = planner.plan({"card": [str(path) for path in paths], "memory": ["4GiB"]})
+    assert [case.machine for case in planned.cases] == ["box", "box (2)"]
+
+
 def test_notes_are_told_once_and_with_the_machines_that_they_are_true_of(planner):
     planned = planner.plan({"card": list(CARDS)})
     names = [find_machine(card).name for card in CARDS]

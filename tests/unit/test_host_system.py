@@ -84,6 +84,7 @@ def test_wsl_says_what_memory_it_has_and_how_to_get_more() -> None:
     assert fact.mark is FactMark.NOTE
     assert "8.0 GiB" in fact.text
     assert ".wslconfig" in fact.hint
+    assert list(system_facts(WSL, None)) == [], "a container's limit is not Windows' doing"
     assert list(system_facts(HostSystem(kind=HostKind.LINUX), GIB)) == []
 
 

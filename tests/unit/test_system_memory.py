@@ -140,3 +140,19 @@ def test_nothing_else_asks_how_much_memory_there_is(repository: Path) -> None:
     ]
 
     assert asking == ["engine/mira_engine/system_memory.py"]
+
+
+def test_group_whose_name_is_no_text_is_found(tmp_path: Path) -> None:
+    in_group(tmp_path)
+    (tmp_path / "proc/self/cgroup").write_bytes(b"0::/\xff\n")
+    write(tmp_path, f"{UNIFIED}/\udcff", max=8 * GIB, current=3 * GIB)
+
+    assert system_memory(tmp_path).container_bytes == 8 * GIB
+
+
+def test_figure_of_the_files_that_is_no_number_is_none(tmp_path: Path) -> None:
+    in_group(tmp_path, "0::/")
+    stat = "inactive_file many\nactive_file 4096"
+    write(tmp_path, UNIFIED, max=8 * GIB, current=3 * GIB, stat=stat)
+
+    assert system_memory(tmp_path).available_bytes == 5 * GIB

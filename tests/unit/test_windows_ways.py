@@ -252,14 +252,30 @@ def test_reader_that_has_gone_is_told_nothing_on_windows_either(
     assert bool(capfd.readouterr().err) == is_told
 
 
+class Terminal(io.BytesIO):
+    """Bytes that somebody looks at."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("written", "errors", "arrow"),
+    [
+        (Terminal(), "strict", b"?"),
+        (io.BytesIO(), "strict", "→".encode()),
+        (io.BytesIO(), "surrogateescape", "→".encode()),
+    ],
+)
 def test_character_that_the_output_does_not_have_is_no_failure(
-    monkeypatch: pytest.MonkeyPatch,
+    written: io.BytesIO, errors: str, arrow: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="cp1252"))
+    stdout = io.TextIOWrapper(written, encoding="cp1252", errors=errors)
+    monkeypatch.setattr(sys, "stdout", stdout)
     with reporting.reporting_streams():
-        print("a → b")
-    assert written.getvalue().split() == [b"a", b"?", b"b"]
+        print("a → b \udcff")
+    byte = b"\xff" if errors == "surrogateescape" else b"?"
+    assert written.getvalue().split() == [b"a", arrow, b"b", byte]
 
 
 def test_engine_that_windows_ended_for_want_of_memory_says_so(tmp_path: Path) -> None:

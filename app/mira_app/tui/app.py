@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mira_engine.api import MiraError
@@ -103,6 +104,7 @@ class MiraApp(LastingApp):
         self._engine = controller.settings.engine
         self._is_chat_due = False
         self._is_chat_opening = False
+        self._is_hand_on_due = False
 
     # -- beginning and end
 
@@ -152,9 +154,12 @@ class MiraApp(LastingApp):
                 drawing = take(update)
                 if inspect.isawaitable(drawing):
                     await drawing
-            elif screen is self.chat_screen and self._is_chat_opening:
-                self.chat_screen.due_error = update.error or self.chat_screen.due_error
+            elif screen is self.chat_screen:
+                # What fails with the menu in front is told there.
+                is_told = not self._is_chat_opening
+                screen.put_off(replace(update, error=None) if is_told else update)
         self._open_due_chat()
+        self._hand_on_due()
 
     def _screens_above(self) -> list[Screen]:
         return [s for s in self.screen_stack if s not in (self.models_screen, self.chat_screen)]
@@ -220,13 +225,22 @@ class MiraApp(LastingApp):
         if not self._is_chat_dressed:  # It keeps what it has when one comes back to it.
             self.chat_screen.side_panel.columns = self.interface.panel_width
             self.show_panels(self.interface.are_panels_shown)
-            self.chat_screen.composer.insert(self._draft, (0, 0))
+            self.chat_screen.composer.insert(self._composer_text, (0, 0))
             self._is_chat_dressed = True
-        self.hand_on_kept()
+        self._is_hand_on_due = True
+        self._hand_on_due()
         if self._is_drawing_due:
             await self._draw_due_chat()
 
     # -- what is written before the chat is there
+
+    def _hand_on_due(self) -> None:
+        """Gives what was kept to the composer, once nothing lies over the chat any more."""
+        if self._is_hand_on_due and self.screen is self.chat_screen:
+            self._is_hand_on_due = False
+            if self._kept:
+                self.chat_screen.set_focus(self.chat_screen.composer)
+                self.hand_on_kept()
 
     def _is_kept(self, event: events.Key | events.Paste) -> bool:
         """Keeps text for the chat that a model is loaded for, or that is about to be shown.
@@ -238,12 +252,13 @@ class MiraApp(LastingApp):
             self.models_screen, self.chat_screen,
         )  # fmt: skip
         is_awaited = self._is_chat_due and self.screen is self.models_screen
-        if not (is_opening or is_awaited) or isinstance(self.focused, Input):
+        is_late = self._is_hand_on_due and bool(self._kept) and self.screen is self.chat_screen
+        if not (is_opening or is_awaited or is_late) or isinstance(self.focused, Input):
             return False
         if isinstance(event, events.Paste) or event.is_printable:
             return True
         if event.key == "enter":
-            return bool(self._kept) and not self._draft
+            return bool(self._kept) and not self._composer_text
         return bool(self._kept) and event.key in ("backspace", *NEW_LINE_KEYS)
 
     def _unsend_kept(self) -> None:

@@ -59,6 +59,8 @@ class LastingApp(HistoryApp):
         self._state_file = StateFile(paths.state) if paths is not None else None
         self._state = AppState()
         self._unsent_place: UnsentPlace | None = None
+        self._left_draft = ""
+        """What an app before this one had not sent."""
         self._interrupted_s: float | None = None
         self._ends: list[threading.Thread] = []
 
@@ -75,6 +77,7 @@ class LastingApp(HistoryApp):
             self.problems.append(error)
         else:
             unsent = self._unsent_place.unsent
+            self._left_draft = unsent.draft
             self._unfinished = (unsent.chat_id, unsent.partial)
 
     async def _remember(self) -> None:
@@ -101,10 +104,15 @@ class LastingApp(HistoryApp):
 
     @property
     def _draft(self) -> str:
-        """What is being written; what was left there before the chat is shown."""
+        """What is being written, with what the composer is still to get."""
+        return self._composer_text + self.kept_draft
+
+    @property
+    def _composer_text(self) -> str:
+        """What is in the composer; what was left there before the chat is shown."""
         if self._is_chat_dressed and self.chat_screen.query(Composer):
             return self.chat_screen.composer.full_text
-        return self._unsent_place.unsent.draft if self._unsent_place is not None else ""
+        return self._left_draft
 
     async def _finish_tour(self, _result: None) -> None:
         self._state = dataclasses.replace(self._state, is_tour_done=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Iterable
 
 from textual import events
 from textual.app import App
@@ -64,15 +65,15 @@ class OrderedKeysApp(App[None]):
     @property
     def kept_text(self) -> str:
         """What was written for a field that is not there yet."""
-        text = ""
-        for event in self._kept:
-            if isinstance(event, events.Paste):
-                text += event.text
-            elif event.key == "backspace":
-                text = text[:-1]
-            else:
-                text += event.character if event.is_printable and event.character else "\n"
-        return text
+        return _text_of(self._kept)
+
+    @property
+    def kept_draft(self) -> str:
+        """The same, less that it is to be sent."""
+        kept = list(self._kept)
+        while kept and isinstance(kept[-1], events.Key) and kept[-1].key == "enter":
+            kept.pop()
+        return _text_of(kept)
 
     def hand_on_kept(self) -> None:
         """Gives on what was kept, before what is typed from now on."""
@@ -122,3 +123,16 @@ class OrderedKeysApp(App[None]):
             except TimeoutError:
                 return False
         return True
+
+
+def _text_of(kept: Iterable[events.Key | events.Paste]) -> str:
+    """Returns what keys and pastes write, in their order."""
+    text = ""
+    for event in kept:
+        if isinstance(event, events.Paste):
+            text += event.text
+        elif event.key == "backspace":
+            text = text[:-1]
+        else:
+            text += event.character if event.is_printable and event.character else "\n"
+    return text

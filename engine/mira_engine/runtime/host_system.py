@@ -89,14 +89,14 @@ def look_at_host(root: Path = Path("/"), platform: str = sys.platform) -> HostSy
     )
 
 
-def system_facts(host: HostSystem, total_bytes: int) -> Iterator[MachineFact]:
+def system_facts(host: HostSystem, total_bytes: int | None) -> Iterator[MachineFact]:
     """Says what the system takes away, and how to get it back.
 
     Args:
         host: The system.
-        total_bytes: Memory that it shows.
+        total_bytes: Memory that it shows, `None` where a container's limit hides that.
     """
-    if host.kind is HostKind.WSL:
+    if host.kind is HostKind.WSL and total_bytes is not None:
         yield MachineFact(
             code="wsl",
             text=f"WSL 2, a virtual machine with {format_bytes(total_bytes)} of the computer's "

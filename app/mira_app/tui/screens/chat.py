@@ -63,6 +63,8 @@ class ChatScreen(MessageScreen):
         self._was_recovering = False
         self.due_error: MiraError | None = None
         """What failed before there was a screen to tell it on, as a server does at once."""
+        self.is_change_due = False
+        """Whether another app changed the chat before there was one."""
         self._is_send_due = False
         """Whether what is written is to be sent once the model is there."""
         self._footer_stage: Stage | None = None
@@ -258,17 +260,23 @@ class ChatScreen(MessageScreen):
         async with self._drawing:
             if self._is_laid_out:
                 await self._draw(update)
-            elif update.error is not None:
-                self.due_error = update.error
+            else:
+                self.put_off(update)
+
+    def put_off(self, update: Update) -> None:
+        """Keeps what a poll brought to tell, until there is something to draw on."""
+        self.due_error = update.error or self.due_error
+        self.is_change_due |= update.is_changed_elsewhere
 
     async def _draw(self, update: Update) -> None:
-        is_changed = update.is_changed_elsewhere
-        # Before anything takes the new path: afterwards the number may be another turn's.
-        edited = self.messages.index_of(self.composer.edited_turn_id) if is_changed else None
+        edited_id = self.composer.edited_turn_id
+        if edited_id is not None:
+            self.composer.edited_turn_id = update.renumbered.get(edited_id, edited_id)
         await self._write(update)
         await self._finish_reply()
-        if is_changed:
-            await self._show_changed(edited)
+        if update.is_changed_elsewhere or self.is_change_due:
+            self.is_change_due = False
+            await self._show_changed()
         error, self.due_error = update.error or self.due_error, None
         if error is not None:
             await self.show_problem(error)
@@ -318,17 +326,10 @@ class ChatScreen(MessageScreen):
             if self._controller.reason in CUT:
                 await self.messages.add_info(CUT[self._controller.reason])
 
-    async def _show_changed(self, edited: int | None) -> None:
-        """Shows the chat with what another app added, and says so.
-
-        Args:
-            edited: Place of the question in the path that is being written anew.
-        """
-        conversation = self._controller.conversation
-        await self.messages.show(conversation)
+    async def _show_changed(self) -> None:
+        """Shows the chat with what another app added, and says so."""
+        await self.messages.show(self._controller.conversation)
         await self._restore_reply()
-        if edited is not None:
-            self.composer.edited_turn_id = conversation.path()[edited].turn_id
         await self.messages.add_info(CHANGED)
 
     async def _tell_trimmed(self) -> None:

@@ -29,6 +29,7 @@ from mira_app.chat_files import export_chat, free_path, read_chats
 from mira_app.figures import count
 from mira_app.history import ChatSummary, HistoryError, HistoryStore, Hit, utc_now
 from mira_app.history_search import search_words
+from mira_app.paths import home_expanded
 from mira_app.sanitise import sanitise
 from mira_app.tui.footer_keys import KeyFooter, without
 
@@ -339,9 +340,9 @@ class HistoryScreen(Screen[None]):
         if event.input is self.rename_input and value:
             self._rename(chat_id, value)
         elif event.input is self.path_input and value and self._is_importing:
-            self._import(Path(value).expanduser())
+            self._import(home_expanded(value))
         elif event.input is self.path_input and value:
-            path = Path(value).expanduser()
+            path = home_expanded(value)
             self._change(
                 lambda: export_chat(self._store.load(chat_id), path), said=f"Written to {path}."
             )

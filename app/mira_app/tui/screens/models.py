@@ -26,7 +26,7 @@ from mira_app.tui.screens.add_model import AddModelScreen
 from mira_app.tui.screens.jobs_screen import DESK_INTERVAL_S, JobsScreen
 from mira_app.tui.screens.remove_model import RemoveModelScreen
 from mira_app.tui.widgets.model_table import ModelList
-from mira_app.tui.widgets.work_view import WorkView
+from mira_app.tui.widgets.work_view import WorkView, written_text
 
 _REREAD_INTERVAL_S = 2.0
 _MIDDLE_ROWS = 20
@@ -87,6 +87,7 @@ class ModelsScreen(JobsScreen):
     pane = getters.query_one("#details", Static)
     note = getters.query_one("#note", Static)
     problem = getters.query_one("#problem", Static)
+    written_line = getters.query_one("#written", Static)
 
     def __init__(self, controller: ChatController, desk: ModelDesk | None = None) -> None:
         super().__init__(controller, desk)
@@ -111,11 +112,13 @@ class ModelsScreen(JobsScreen):
             yield WorkView(has_eta=self._desk is None, id="work")
             yield Static("Stopped; what was finished is kept.", id="note")
             yield Static(id="problem")
+            yield Static(id="written")
         yield KeyFooter()
 
     def on_mount(self) -> None:
         """Begins to look for what other apps prepare, and for news of the jobs."""
         self.work.display = self.note.display = self.problem.display = False
+        self.written_line.display = False
         self.search.display = False
         self.set_interval(_REREAD_INTERVAL_S, self.reread)
         if self._desk is not None:
@@ -380,3 +383,6 @@ class ModelsScreen(JobsScreen):
             self.refresh_bindings()
         if is_busy:
             self.work.show_controller(self._controller, written=self.written)
+        # Where the chat did not come, it waits for the next one.
+        self.written_line.display = bool(self.written) and not is_busy
+        self.written_line.update(Content(written_text(self.written)))

@@ -54,14 +54,20 @@ class WorkView(Vertical):
             written: What is written already for the chat; the end of it is shown.
         """
         self.steps.update("")
-        shown = " ".join(sanitise(written[-_SHOWN_CHARS:]).split())
+        shown = written_text(written)
         text = "stopping ..." if controller.is_stopping else _work_text(controller)
-        self.step.update(Content(f"{text} For the chat: {shown}" if shown else text))
+        self.step.update(Content(f"{text} {shown}".rstrip()))
         progress = controller.progress if controller.stage is Stage.PREPARING else None
         if progress is not None:
             self.bar.update(total=progress.total or None, progress=progress.done)
         else:
             self.bar.update(total=None)
+
+
+def written_text(written: str) -> str:
+    """Says what is written already for the chat, the end of it; empty for nothing."""
+    shown = " ".join(sanitise(written[-_SHOWN_CHARS:]).split())
+    return f"For the chat: {shown}" if shown else ""
 
 
 def _work_text(controller: ChatController) -> str:
