@@ -265,15 +265,24 @@ class GrowingText(Vertical):
                 await self.remove_children([self.places[index].rest() for index in gone])
             behind: Widget = self._above
             for index in window:
+                if not self._is_there:
+                    return
                 passage = self.places[index].passage
                 if passage is None:
                     passage = self.places[index].show()
                     await self.mount(passage, after=behind)
                 behind = passage
+            if not self._is_there:
+                return
             if self.children.index(self._below) != self.children.index(behind) + 1:
                 self.move_child(self._below, after=behind)
             self._first_shown = window.start if window else len(self.places)
             self._fill_gaps()
+
+    @property
+    def _is_there(self) -> bool:
+        """Whether its message was not taken away meanwhile, as by a jump to another one."""
+        return self._below in self.children
 
     def _fill_gaps(self) -> None:
         """Has each gap stand for the resting passages on its side of what is shown."""
