@@ -20,7 +20,7 @@ from pathlib import Path
 
 from .config import EngineConfig, MemoryAmount, SamplingConfig, format_bytes
 from .engine import Engine
-from .errors import BudgetError, CancelledError, MemoryShortageError, NonFiniteError
+from .errors import BudgetError, CancelledError, MemoryShortageError, MiraError, NonFiniteError
 from .events import MemoryPlan, Notice, ReplyStats, ResidencySample
 from .library import ModelHome
 from .load_plan import OnNotice
@@ -40,7 +40,7 @@ SHRUNK = "memory-shrunk"
 WIDENED = "float32"
 """Code of the notice that a model has gone over from float16."""
 
-_HINT = "Close other programs, or give a smaller --context or a --precision that takes less."
+_HINT = "Close other programs, or give a smaller --budget, --memory or --context."
 
 Reload = Callable[[Callable[[], EngineConfig]], None]
 """Gives the engine up, then asks for a configuration and loads it; where that fails loads the
@@ -97,13 +97,18 @@ def load_with_retry(
     try:
         return load(replace(config, budget=MemoryAmount(num_bytes=less)))
     except BudgetError as error:
-        message = error.message
+        why = _reason(error)
     give_memory_back()
     raise MemoryShortageError(
         f"Memory ran out while the model was loaded, and {format_bytes(less)} for experts did "
-        f"not help: {message}",
+        f"not help{why}",
         hint=_HINT,
     )
+
+
+def _reason(error: BudgetError) -> str:
+    """What an error adds to the words that memory ran out; a full stop where nothing."""
+    return "." if isinstance(error, MemoryShortageError) else f": {error.message}"
 
 
 def _from_to(before_bytes: int, after_bytes: int) -> str:
@@ -200,8 +205,8 @@ class LastingReplies:
             self._reload(partial(self._less_for_experts, config, plan))
         except BudgetError as error:
             raise MemoryShortageError(
-                f"Memory ran out in a reply, and loading the model with less did not help: "
-                f"{error.message}",
+                "Memory ran out in a reply, and loading the model with less did not help"
+                f"{_reason(error)}{self._what_is_left()}",
                 hint=_HINT,
             ) from None
 
@@ -215,6 +220,13 @@ class LastingReplies:
         change = _from_to(plan.budget_bytes, less)
         self._tell(SHRUNK, f"Memory ran out in a reply: {change}, and the reply goes on.")
         return replace(config, budget=MemoryAmount(num_bytes=less))
+
+    def _what_is_left(self) -> str:
+        try:
+            self._current()
+        except MiraError:
+            return " No model is loaded any more."
+        return ""
 
     def _widen(self) -> None:
         """Goes over to float32, which takes twice the memory for what is no expert."""

@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from .config import LIVE_FIELDS, EngineConfig
 from .engine import Engine
-from .errors import MiraError
+from .errors import MemoryShortageError, MiraError
 from .events import Notice
 from .library import ModelHome
 from .load_plan import LoadPlan
@@ -159,7 +159,9 @@ class Reloading:
         try:
             engine = self._load(self._home, self._config, self._is_ending)
         except MiraError as error:
-            raise MiraError(
+            is_memory = isinstance(failure, MemoryShortageError)
+            kind = MemoryShortageError if is_memory else MiraError
+            raise kind(
                 f"{failure.message.removesuffix(_GOES_ON)} No model is loaded any more: "
                 f"{error.message}",
                 hint=error.hint,

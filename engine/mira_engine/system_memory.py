@@ -23,7 +23,7 @@ class SystemMemory:
     Attributes:
         total_bytes: Of the machine or of the tightest group, whichever is less.
         available_bytes: Of that, what nobody holds; what the system keeps of files counts as
-            nobody's.
+            nobody's. No more than a limit of the process itself (`ulimit -v`) leaves it.
         container_bytes: Limit of the tightest group, `None` where none is below the machine's
             memory.
     """
@@ -78,9 +78,24 @@ def system_memory(root: Path = Path("/")) -> SystemMemory:
     limits = [limit for limit, _ in groups]
     return SystemMemory(
         total_bytes=min([memory.total, *limits]),
-        available_bytes=max(0, min([memory.available, *(free for _, free in groups)])),
+        available_bytes=max(
+            0, min([memory.available, *(free for _, free in groups), *_own_room()])
+        ),
         container_bytes=min(limits, default=None),
     )
+
+
+def _own_room() -> Iterator[int]:
+    """Yields the bytes that a limit of this process on its addresses leaves it."""
+    try:
+        import resource
+    except ImportError:  # Windows.
+        return
+    import psutil
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY:
+        yield limit - psutil.Process().memory_info().vms
 
 
 def _groups(root: Path) -> Iterator[tuple[int, int]]:

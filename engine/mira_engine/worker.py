@@ -13,6 +13,7 @@ finishes it, closes the engine, stops the heart, and exits.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import os
 import queue
@@ -213,9 +214,7 @@ class Worker:
         except MiraError as error:
             self._fail(job.request_id, error)
         except Exception as error:
-            from .runtime.shortage import as_shortage
-
-            shortage = as_shortage(error, "in the middle of this")
+            shortage = _shortage(error)
             if shortage is None:
                 raise
             is_memory_short = True
@@ -226,9 +225,10 @@ class Worker:
                 self._running_id = None
                 self._cancelled_ids.discard(job.request_id)
         if is_memory_short:
-            from .runtime.shortage import give_memory_back
+            with contextlib.suppress(MemoryError, ImportError):
+                from .runtime.shortage import give_memory_back
 
-            give_memory_back()
+                give_memory_back()
 
     def _is_cancelled(self, request_id: str) -> bool:
         with self._lock:
@@ -516,6 +516,23 @@ class Worker:
             engine.close()
             del engine
             gc.collect()  # Its parts know each other; what they hold must be free for the next.
+
+
+def _shortage(error: Exception) -> MemoryShortageError | None:
+    """Returns what to tell of an error that is a shortage of memory, `None` for any other."""
+    try:
+        from .runtime.shortage import as_shortage
+    except (MemoryError, ImportError):  # Not even torch can be loaded.
+        is_short = isinstance(error, MemoryError) or "failed to map segment" in str(error)
+        return (
+            MemoryShortageError(
+                "Memory ran out before the model was loaded: the libraries alone take more.",
+                hint="Close other programs, or lift the limit (ulimit -v).",
+            )
+            if is_short
+            else None
+        )
+    return as_shortage(error, "in the middle of this")
 
 
 def _beat(writer: EventWriter, stopped: threading.Event) -> None:

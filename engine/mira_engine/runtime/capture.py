@@ -140,8 +140,9 @@ class StepCapture:
         self._dtypes = other_dtypes(self._model, dtype)
         self._is_split = any(spec.draft_dense is DraftDense.SPLIT for spec in specs)
         self._wanted = list(dict.fromkeys(specs))[:MAX_STEPS]
-        self._thread = threading.Thread(target=self._run, name="mira-capture", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, name="mira-capture", daemon=True)
+        thread.start()
+        self._thread = thread  # Only now: one that could not start cannot be joined.
 
     @property
     def is_native_ready(self) -> bool:

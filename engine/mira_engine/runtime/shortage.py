@@ -26,10 +26,13 @@ _SIGNS = (
     "not enough memory",
     "cannot allocate memory",
     "alloc_failed",
+    "can't start new thread",
+    "failed to map segment",
 )
-"""In the words of torch's allocators, of the driver and of CUDA's libraries; in lower case."""
+"""In the words of torch's allocators, of the driver, of CUDA's libraries, and of Python where no
+room is left for a thread's stack, and of the system's loader; in lower case."""
 
-_HINT = "Close other programs, or give a smaller --budget or --context."
+_HINT = "Close other programs, or give a smaller --budget, --memory or --context."
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -39,7 +42,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(sign in text for sign in _SIGNS)
+    is_told = isinstance(error, RuntimeError | ImportError)
+    return is_told and any(sign in text for sign in _SIGNS)
 
 
 def as_shortage(
