@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import gc
+import sys
+import threading
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from mira_engine import worker
 from mira_engine.errors import (
     BudgetError,
     MemoryShortageError,
@@ -16,6 +20,7 @@ from mira_engine.errors import (
     error_from_fields,
 )
 from mira_engine.memory_retry import smaller_budget
+from mira_engine.runtime.capture import StepCapture
 from mira_engine.runtime.host_memory import allocate_chunks, pageable
 from mira_engine.runtime.shortage import LEAST_CHUNK, as_shortage, is_out_of_memory, smaller_chunk
 from shortages import SHORTAGES
@@ -32,10 +37,39 @@ def test_every_allocator_is_heard(kind: str) -> None:
         "CUDA error: out of memory",
         "DefaultCPUAllocator: not enough memory: you tried to allocate 4 bytes.",
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)",
+        "can't start new thread",
     ],
 )
 def test_every_wording_is_heard(text: str) -> None:
     assert is_out_of_memory(RuntimeError(text))
+
+
+def test_library_that_finds_no_room_is_heard() -> None:
+    assert is_out_of_memory(ImportError("libtorch_cpu.so: failed to map segment from file"))
+    assert not is_out_of_memory(ImportError("No module named 'triton'"))
+
+
+def test_shortage_is_told_where_not_even_its_module_can_be_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "mira_engine.runtime.shortage", None)
+
+    assert "ulimit" in worker._shortage(MemoryError()).hint
+    assert worker._shortage(ValueError("other")) is None
+
+
+def test_capture_whose_thread_cannot_start_can_be_closed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    capture = StepCapture(torch.nn.Linear(2, 2), tmp_path, tmp_path, lambda code, text: None)
+    with pytest.raises(RuntimeError):
+        capture.start([], torch.float32, {})
+
+    capture.close()
 
 
 def test_allocation_that_torch_refuses_is_heard() -> None:

@@ -156,3 +156,13 @@ def test_figure_of_the_files_that_is_no_number_is_none(tmp_path: Path) -> None:
     write(tmp_path, UNIFIED, max=8 * GIB, current=3 * GIB, stat=stat)
 
     assert system_memory(tmp_path).available_bytes == 5 * GIB
+
+
+def test_limit_of_the_process_itself_leaves_what_it_has_not_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    resource = pytest.importorskip("resource")
+    taken = psutil.Process().memory_info().vms
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (taken + (1 << 20), taken))
+
+    assert 0 <= system_memory().available_bytes <= 1 << 20
