@@ -108,7 +108,7 @@ def config_for(
         precision=Precision.NESTED,
         context_length=context_length,
         link=LinkConfig(bytes_per_s=bytes_per_s),
-        compile_mode=CompileMode.OFF,
+        compile_mode=CompileMode.AUTO,
         draft_dense=DraftDense.TARGET,
         prefill_chunk_tokens=NUM_PROMPT_TOKENS,
         gpu=0,

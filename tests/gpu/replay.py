@@ -3,7 +3,8 @@
 Attention, norms, routers and output layer are the real ones of the shape, with random
 weights; executor, driver, link, passes, draft and verification are the engine's. Two things
 are put in: the experts that a router would have chosen (`ReplayedRouting`), and how many draft
-tokens stand (`SetAcceptance`), since a random model's own say nothing.
+tokens stand (`SetAcceptance`), since a random model's own say nothing. On a card steps are
+recorded as the engine records them, the put-in choice included (`RoutedModel`).
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from fake_queues import FakeQueues
 from gpu.card import DEVICE, HAS_CARD, num_device_allocations, synchronize
 from gpu.records import HostRecords, fill_random
+from gpu.replayed_routing import ReplayedRouting, RoutedModel
 from gpu.shapes import Shape
 from gpu.timeline import RecordedTransfer, Recorder, Span
 from gpu.trace_routing import Routing
@@ -33,10 +34,11 @@ from mira_engine.model.sampling import DraftToken, Sampler
 from mira_engine.policy.cost_model import CACHED_EXPONENT
 from mira_engine.policy.driver import ExpertCacheDriver
 from mira_engine.profiles import ProfileKey
+from mira_engine.runtime.captured import CapturedSteps, captured_steps
 from mira_engine.runtime.cuda_transfer import CudaTransfer
 from mira_engine.runtime.draft import DraftStage, DraftWindow
 from mira_engine.runtime.executor import ExpertExecutor
-from mira_engine.runtime.gpu_device import form_of
+from mira_engine.runtime.gpu_device import GpuDevice, GpuHandle, form_of
 from mira_engine.runtime.gpu_experts import (
     GpuArena,
     GpuDraft,
@@ -44,83 +46,18 @@ from mira_engine.runtime.gpu_experts import (
     GpuSlotDraft,
     never_bound,
 )
-from mira_engine.runtime.host_memory import PinnedSource
+from mira_engine.runtime.graphs import CudaGraphs, Graphs
+from mira_engine.runtime.host_memory import PinnedSource, pageable, pinned
 from mira_engine.runtime.passes import ModelPasses
 from mira_engine.runtime.slots import slot_planes
-from mira_engine.runtime.streams import CudaQueues, Lane, Queues
+from mira_engine.runtime.streams import CudaQueues, Queues
 from mira_engine.types import DraftExperts, ExpertId, Phase
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 ACCEPTANCE = 0.9663
 """Chance of a draft token: set, not measured. Source: Specter, choice of K, mean over its models
 with a GPTQ draft of all experts."""
-
-
-class ReplayedRouting:
-    """Stands between a model and the executor: the trace chooses in the routers' place.
-
-    What it records as `rest` lasts from one layer's experts to the next layer's: attention,
-    norms and router, and what the card waits for their launches.
-
-    Args:
-        executor: Computes what is chosen.
-        routing: A row for each position of the text.
-        recorder: Told of a draft's experts and of what lies between layers, if anybody.
-    """
-
-    def __init__(
-        self, executor: ExpertExecutor, routing: Routing, recorder: Recorder | None
-    ) -> None:
-        self._executor = executor
-        self._recorder = recorder
-        self._ids = {
-            is_draft: torch.from_numpy(ids).long().transpose(0, 1).contiguous().to(DEVICE)
-            for is_draft, ids in ((False, routing.target), (True, routing.draft))
-        }
-        self._draft_ids = routing.draft.tolist()
-        self.state: StateManager | None = None
-        """Says at which position a pass begins; set before the first pass."""
-        self.num_drafted = self.num_present = 0
-        """Experts of draft passes, and those of them that were there, since last cleared."""
-        self._last: Any = None
-
-    def __call__(
-        self,
-        module: nn.Module,
-        layer: int,
-        hidden: Tensor,
-        top_k_index: Tensor,
-        top_k_weights: Tensor,
-    ) -> Tensor:
-        """Computes a layer's routed experts, other ones than the router's; its weights stay."""
-        assert self.state is not None
-        executor, start = self._executor, self.state.num_cached
-        is_draft = executor.phase is Phase.DRAFT
-        chosen = self._ids[is_draft][layer, start : start + hidden.shape[0]]
-        if is_draft and isinstance(executor.draft, GpuSlotDraft):
-            residency = executor.driver.residency
-            experts = self._draft_ids[start][layer]
-            self.num_drafted += len(experts)
-            self.num_present += sum(residency.is_ready(ExpertId(layer, e)) for e in experts)
-        recorder = self._recorder
-        if recorder is None or not recorder.is_on:
-            return executor(module, layer, hidden, chosen, top_k_weights)
-        if layer and self._last is not None:
-            recorder.add(Lane.COMPUTE, "rest", self._last)
-        begun = recorder.mark(Lane.COMPUTE)
-        result = executor(module, layer, hidden, chosen, top_k_weights)
-        if is_draft:
-            self._last = recorder.add(Lane.COMPUTE, "draft", begun)
-        else:
-            self._last = recorder.mark(Lane.COMPUTE)
-        return result
-
-    def take_share_present(self) -> float:
-        """Returns the share of a draft's experts that were there, and begins anew."""
-        share = self.num_present / self.num_drafted if self.num_drafted else 1.0
-        self.num_drafted = self.num_present = 0
-        return share
 
 
 class SetAcceptance(Sampler):
@@ -183,17 +120,27 @@ class ReplayedEngine:
 
     Args:
         setting: Everything about it.
-        recorder_of: Makes a recorder of the lanes, `None` for none.
+        recorder_of: Makes a recorder of the lanes, `None` for none. Marks cannot be put into
+            recorded steps: with a recorder passes run module by module.
+        graphs_of: Records steps, `None` for what the device has.
     """
 
     def __init__(
-        self, setting: Setting, recorder_of: Callable[[Queues], Recorder] | None = None
+        self,
+        setting: Setting,
+        recorder_of: Callable[[Queues], Recorder] | None = None,
+        graphs_of: Callable[[Queues], Graphs] | None = None,
     ) -> None:
         self._setting = setting
+        self.notices: list[str] = []
+        """Codes and texts of what could not be recorded."""
         plan, config, model = setting.plan, setting.config, setting.model
         queues = CudaQueues(DEVICE) if HAS_CARD else FakeQueues()
         self.recorder = recorder_of(queues) if recorder_of is not None else None
-        self._make_device(queues)
+        graphs = None
+        if self.recorder is None and (HAS_CARD or graphs_of is not None):
+            graphs = graphs_of(queues) if graphs_of is not None else CudaGraphs(DEVICE)
+        self._make_device(GpuHandle(device=DEVICE, queues=queues, allocate=_taken, graphs=graphs))
         self.routing = ReplayedRouting(self.executor, setting.routing, self.recorder)
         stamp(model, self.routing)
         self.state = StateManager(
@@ -205,14 +152,31 @@ class ReplayedEngine:
         self.passes = ModelPasses(
             model, self.executor, self.state, DenseSwitch(), device=model.device
         )
+        self.captured = self._record_steps()
+        self.passes.captured = self.captured
         window = DraftWindow(self.executor, is_prefetch_enabled=config.is_prefetch_enabled)
         self.draft_stage = DraftStage(self.passes, window)
         self.sampler = SetAcceptance(self._chance)
         self.history: list[int] = []
 
-    def _make_device(self, queues: Queues) -> None:
+    def _record_steps(self) -> CapturedSteps | None:
+        """Has passes recorded as the engine has them, where the device can."""
+        setting, notices = self._setting, self.notices
+        steps = captured_steps(
+            setting.model,
+            self.executor,
+            self.state,
+            self._device,
+            lambda code, text: notices.append(f"{code}: {text}"),
+        )
+        if steps is not None:
+            steps.use_depths({setting.plan.num_draft_tokens})
+            steps._model = RoutedModel(setting.model, self.routing, self.executor, self.state)
+        return steps
+
+    def _make_device(self, handle: GpuHandle) -> None:
         """Allocates slots and draft, opens the link, and sets the driver up as the engine does."""
-        setting = self._setting
+        setting, queues = self._setting, handle.queues
         shape, plan, config = setting.shape, setting.plan, setting.config
         fmt = shape.format(config.precision)
         is_beside = plan.num_draft_tokens > 0 and plan.draft_experts is DraftExperts.ALL
@@ -244,17 +208,19 @@ class ReplayedEngine:
         self.executor = ExpertExecutor(
             driver=driver, transfer=self.transfer, bind=never_bound, draft=draft
         )
-        self.executor.use_fused(
-            GpuExperts(
-                fmt,
-                form_of(modules, shape.family, config.precision),
-                slots,
-                self.transfer,
-                num_layers=shape.num_layers,
-                num_experts=shape.num_experts,
-                draft=draft,
-                device=DEVICE,
-            )
+        experts_on_card = GpuExperts(
+            fmt,
+            form_of(modules, shape.family, config.precision),
+            slots,
+            self.transfer,
+            num_layers=shape.num_layers,
+            num_experts=shape.num_experts,
+            draft=draft,
+            device=DEVICE,
+        )
+        self.executor.use_fused(experts_on_card)
+        self._device = GpuDevice(
+            handle=handle, slots=slots, draft=draft, transfer=self.transfer, experts=experts_on_card
         )
 
     def _chance(self) -> float:
@@ -278,6 +244,10 @@ class ReplayedEngine:
         meter, history = self.executor.meter, self.history
         num_draft = self._setting.plan.num_draft_tokens
         drafted = []
+        if num_draft and self.captured is not None:
+            for number in range(num_draft):  # Recorded passes ask nobody while they run.
+                for layer in range(self._setting.shape.num_layers):
+                    self.routing.count_present(self.state.num_cached + number, layer)
         if num_draft:
             drafted = self.draft_stage.run(history, num_draft, self.sampler, ())
         started = time.perf_counter()
@@ -317,6 +287,9 @@ class ReplayedEngine:
             "num_prefetch_used": now.num_prefetch_used - traffic.num_prefetch_used,
             "accepted_per_round": (meter.num_accepted - before.num_accepted) / rounds,
             "num_device_allocations": num_device_allocations() - allocations,
+            "num_recorded_passes": meter.num_compiled_passes - before.num_compiled_passes,
+            "num_launched_passes": meter.num_eager_passes - before.num_eager_passes,
+            "notices": self.notices,
             "ms_per_token": None,
         }
         if HAS_CARD:
@@ -367,6 +340,10 @@ def _cache_setup(setting: Setting, fmt: Any, record_bytes: int) -> Any:
         first_k=plan.num_draft_tokens,
     )
     return load_plan.cache_setup(config, manifest, record_bytes)
+
+
+def _taken(num_bytes: int) -> Tensor:
+    return pinned(num_bytes) if HAS_CARD else pageable(num_bytes)
 
 
 def _random_draft(shape: Shape, fmt: Any) -> GpuDraft:

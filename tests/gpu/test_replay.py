@@ -9,7 +9,8 @@ import pytest
 
 pytest.importorskip("triton", reason="triton has no wheel for this system")
 
-from fake_queues import RaceError
+from fake_graphs import FakeGraphs
+from fake_queues import FakeQueues, RaceError
 from gpu.decoding import BUDGETS, NUM_PROMPT_TOKENS, Case, Decoding
 from gpu.replay import ACCEPTANCE, ReplayedEngine, SetAcceptance
 from gpu.shapes import SMALL
@@ -64,6 +65,37 @@ def test_decoding_computes_the_traces_experts(start, decoding: Decoding) -> None
     assert asked == [
         (layer, [(expert, 1) for expert in sorted(row)]) for layer, row in enumerate(ids.tolist())
     ]
+
+
+@pytest.mark.parametrize("row", ["lru", "everything"])
+def test_recorded_steps_compute_what_launched_ones_do(
+    row: str, start, decoding: Decoding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def graphs_of(queues: FakeQueues) -> FakeGraphs:
+        graphs = FakeGraphs(queues)
+        graphs.install(monkeypatch)
+        return graphs
+
+    # Which experts a cached draft lacks is counted at another moment where steps are recorded.
+    monkeypatch.setattr(ReplayedEngine, "_chance", lambda self: 0.7)
+    launched = start(row)
+    asked = demands(launched)
+    launched.run(4, num_warm_tokens=0)
+    case = Case(budget=BUDGETS[0], link=LINK, row=row)
+
+    recorded = ReplayedEngine(decoding.setting(case), graphs_of=graphs_of)
+    try:
+        recorded.read_prompt(NUM_PROMPT_TOKENS)
+        asked_again = demands(recorded)
+        figures = recorded.run(4, num_warm_tokens=0)
+    finally:
+        recorded.close()
+
+    assert recorded.history == launched.history
+    assert asked_again == asked
+    assert figures["num_recorded_passes"] > 0
+    assert figures["num_launched_passes"] == 0
+    assert figures["notices"] == []
 
 
 def test_round_after_a_rejection_goes_on_at_the_position_it_left(
