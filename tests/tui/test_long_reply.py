@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
+from weakref import WeakSet
 
 import pytest
 from app_scenes import STATS, Scene, settle, state_text, until
@@ -61,6 +62,7 @@ def _check_order(text: GrowingText) -> None:
 
 
 async def test_poll_costs_the_same_in_a_short_reply_and_in_a_long_one(counts):
+    earlier = WeakSet(each for each in gc.get_objects() if isinstance(each, Markdown))
     scene = Scene()
     async with scene.app.run_test(size=SIZE) as pilot:
         await scene.chatting(pilot)
@@ -81,7 +83,7 @@ async def test_poll_costs_the_same_in_a_short_reply_and_in_a_long_one(counts):
         await check_order(scene, answer)
         # What a passage that rests has drawn would be walked through at each collection.
         gc.collect()
-        alive = [each for each in gc.get_objects() if isinstance(each, Markdown)]
+        alive = {each for each in gc.get_objects() if isinstance(each, Markdown)} - set(earlier)
         assert len(alive) == len(scene.app.chat_screen.query(Markdown))
 
 
