@@ -191,6 +191,39 @@ def test_second_chat_and_a_chat_after_a_reset_use_the_same_recordings(
     assert card.graphs.num_captures == num_captures
 
 
+def test_room_that_was_given_back_is_recorded_anew(prepared, load, card: FakeCard) -> None:
+    engine = load(prepared("olmoe", Precision.BF16), gpu=0)
+    expected = _text(engine)
+    assert engine.captured.steps
+
+    engine.give_room_back()  # As a batch, a search and a shortage of memory do.
+
+    assert not engine.captured.steps
+    assert card.graphs.num_bytes == 0
+    assert _text(engine) == expected
+    assert engine.executor.meter.num_compiled_passes == NEW_TOKENS - 1
+
+
+def test_shortage_ends_recording_only_until_memory_is_given_back(
+    prepared, load, card: FakeCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = load(prepared("olmoe", Precision.BF16), gpu=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(card.graphs, "capture", _refuse_for_memory)
+        expected = _text(engine)
+    assert _text(engine) == expected
+    assert engine.executor.meter.num_compiled_passes == 0
+
+    engine.free_temporaries()
+
+    assert _text(engine) == expected
+    assert engine.executor.meter.num_compiled_passes == NEW_TOKENS - 1
+
+
+def _refuse_for_memory(work: object) -> list:
+    raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
 def test_chat_after_nan_in_the_room_is_what_it_was(prepared, load, card: FakeCard) -> None:
     engine = load(prepared("mixtral", Precision.BF16), gpu=0)
     expected = _text(engine, num_tokens=3)
