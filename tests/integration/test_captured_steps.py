@@ -224,6 +224,19 @@ def _refuse_for_memory(work: object) -> list:
     raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
+def test_drafts_are_not_recorded_where_a_trace_wants_their_routing(
+    prepared, load, card: FakeCard, tmp_path: Path
+) -> None:
+    home = prepared("qwen2_moe", Precision.NESTED)
+
+    engine = load(home, gpu=0, trace_path=str(tmp_path / "trace.json"), **DRAFTING)
+    _text(engine)
+
+    assert engine.executor.meter.num_drafted > 0
+    assert not _steps(engine, DraftStep)
+    assert _steps(engine, TargetStep)
+
+
 def test_chat_after_nan_in_the_room_is_what_it_was(prepared, load, card: FakeCard) -> None:
     engine = load(prepared("mixtral", Precision.BF16), gpu=0)
     expected = _text(engine, num_tokens=3)

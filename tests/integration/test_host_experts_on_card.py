@@ -30,6 +30,7 @@ from mira_engine.policy.driver import ExpertCacheDriver
 from mira_engine.policy.host_misses import HostMisses, HostSetup
 from mira_engine.policy.replay import DecisionLog, replay
 from mira_engine.runtime import gpu_device
+from mira_engine.runtime.cuda_transfer import CudaTransfer
 from mira_engine.runtime.host_experts import HostExperts
 from mira_engine.types import CachePolicy, DraftExperts, FinishReason, Precision
 
@@ -135,6 +136,24 @@ def test_text_of_captured_steps_with_the_host_is_the_processors(
     assert _text(engine) == expected
     assert _num_on_host(engine) > 0
     assert engine.executor.meter.num_compiled_passes == NEW_TOKENS - 1
+
+
+def test_load_that_ends_while_rates_are_measured_closes_the_link(
+    prepared, load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = []
+    close = CudaTransfer.close
+    monkeypatch.setattr(CudaTransfer, "close", lambda self: (closed.append(self), close(self)))
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise StoreError("A record cannot be read.", hint="")
+
+    monkeypatch.setattr(gpu_device, "measure_host", fail)
+
+    with pytest.raises(StoreError):
+        load(prepared("mixtral", Precision.BF16))
+
+    assert len(closed) == 1
 
 
 def test_text_with_everything_left_to_the_card_is_the_same(prepared, load, rates) -> None:
