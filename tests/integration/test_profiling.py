@@ -13,7 +13,7 @@ from mira_engine.errors import CancelledError
 from mira_engine.events import ChatMessage, DepthResult, KProfile, Notice
 from mira_engine.library import ModelHome, ModelLibrary
 from mira_engine.policy import payoff, speculation
-from mira_engine.policy.speculation import RoundObservation
+from mira_engine.policy.speculation import RoundObservation, SpeculationGovernor
 from mira_engine.prepare import prepare
 from mira_engine.profiles import save_profile
 from mira_engine.profiling import Sweep, profile_model
@@ -175,6 +175,17 @@ def test_text_does_not_depend_on_what_the_governor_does(
     monkeypatch.setattr(speculation, "_EXPLORE_MAX", 1)
     monkeypatch.setattr(speculation, "_TRIAL_ROUNDS", 1)
     engine = load(depths=(1, 2, 3))
+    governor = SpeculationGovernor((0, 1, 2, 3, 4), initial=3)
+
+    def observe_virtual_seconds(each: RoundObservation) -> None:
+        """The deeper the draft, the slower its tokens, however busy the machine is."""
+        verify_s = (each.num_accepted + 1) * (1 + each.num_draft / 5)
+        SpeculationGovernor.observe(
+            governor, replace(each, draft_s=0.0, verify_s=verify_s, stall_s=0.0)
+        )
+
+    monkeypatch.setattr(governor, "observe", observe_virtual_seconds)
+    monkeypatch.setattr(engine, "governor", governor)
     rounds: list[RoundObservation] = []
     engine.on_round = rounds.append
     assert reply(engine, 60) == expected
