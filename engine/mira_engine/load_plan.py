@@ -27,8 +27,8 @@ from .policy.budget import (
     plan_memory,
     room_for_experts,
 )
+from .policy.cache_setup import CacheSetup
 from .policy.cost_model import usual_expectations
-from .policy.driver import CacheSetup
 from .policy.eviction import preferred_eviction
 from .policy.rebalance import DEFAULT_HOT_SHARE
 from .policy.regions import MIN_TRANSIENT_SLOTS

@@ -108,8 +108,8 @@ def test_wait_counts_as_prefetched_only_where_all_was_on_its_way(
     await_some = executor._await_some
 
     def watched() -> list:
-        awaited = [one.served_by.value for one in driver._waiting.values()]
-        is_ahead = not driver._missing and "miss" not in awaited
+        awaited = [one.served_by.value for one in driver.open_layer.waiting.values()]
+        is_ahead = not driver.open_layer.missing and "miss" not in awaited
         before = executor.meter.decode.stall_s
         ready = await_some()
         expected[is_ahead] += executor.meter.decode.stall_s - before

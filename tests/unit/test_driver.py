@@ -16,7 +16,8 @@ from mira_engine.policy.base import (
     Skip,
     SkipReason,
 )
-from mira_engine.policy.driver import CacheSetup, ExpertCacheDriver
+from mira_engine.policy.cache_setup import CacheSetup
+from mira_engine.policy.driver import ExpertCacheDriver
 from mira_engine.types import CacheMode, Eviction, ExpertId, ServedBy
 
 SETUP = CacheSetup(
@@ -39,8 +40,8 @@ def bring(driver: ExpertCacheDriver, layer: int, *experts: int) -> None:
     for action in driver.enter_layer(layer, [(e, 1) for e in sorted(experts)]):
         if isinstance(action, Fetch):
             driver.landed(action.slot)
-    if driver._pinned:
-        driver.computed([driver.residency.slot_of(e) for e in sorted(driver._pinned)])
+    if driver.open_layer.pinned:
+        driver.computed([driver.residency.slot_of(e) for e in sorted(driver.open_layer.pinned)])
     driver.leave_layer()
 
 
@@ -53,7 +54,7 @@ def test_layer_with_all_experts_there_is_computed_without_pins() -> None:
         (2, 3, ServedBy.HOT),
     ]
     assert not driver.is_layer_open
-    assert not driver._pinned
+    assert not driver.open_layer.pinned
 
 
 def test_missing_experts_are_fetched_most_tokens_first_and_computed_as_they_land() -> None:
@@ -207,7 +208,7 @@ def run_pass(driver: ExpertCacheDriver, *experts: int) -> int:
             slots = [a.slot for a in waiting if isinstance(a, Fetch)]
             num_fetched += len(slots)
             waiting = [a for slot in slots for a in driver.landed(slot)]
-            driver.computed([driver.residency.slot_of(e) for e in sorted(driver._pinned)])
+            driver.computed([driver.residency.slot_of(e) for e in sorted(driver.open_layer.pinned)])
         driver.leave_layer()
     driver.end_pass(1)
     return num_fetched
@@ -228,7 +229,7 @@ def test_pass_that_fits_again_is_served_by_recency() -> None:
         run_pass(driver, 1, 2, 3)
     run_pass(driver, 5)
     run_pass(driver, 5)
-    assert not driver._is_flooded
+    assert not driver.flood.is_flooded
     assert run_pass(driver, 5) == 0
 
 
@@ -238,7 +239,7 @@ def test_prompt_does_not_make_the_reply_look_as_if_it_needed_more_than_the_slots
     run_pass(driver, 1, 2, 3)
     driver.end_prefill()
     driver.enter_layer(0, [(1, 1)])
-    assert not driver._is_flooded
+    assert not driver.flood.is_flooded
 
 
 @pytest.mark.parametrize("is_immediate", [True, False])

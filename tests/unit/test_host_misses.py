@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mira_engine.policy.base import Compute, ComputeOnHost, Evict, Fetch, FetchReason
-from mira_engine.policy.driver import CacheSetup, ExpertCacheDriver
+from mira_engine.policy.cache_setup import CacheSetup
+from mira_engine.policy.driver import ExpertCacheDriver
 from mira_engine.policy.eviction import LfuEviction
 from mira_engine.policy.host_misses import (
     MAX_HOST_TOKENS,
@@ -166,7 +167,7 @@ def test_layer_whose_misses_are_all_on_the_host_is_closed_and_pins_nothing() -> 
     assert actions[0] == ComputeOnHost(ExpertId(0, 1), 2)
     assert isinstance(actions[1], Compute)
     assert not driver.is_layer_open
-    assert not driver._pinned
+    assert not driver.open_layer.pinned
 
 
 def test_what_the_host_computes_has_no_slot_afterwards() -> None:

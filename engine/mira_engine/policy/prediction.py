@@ -13,11 +13,11 @@ declines what does not fit). The cap on what is under way and the waiting line a
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..types import ExpertId, Phase
-from .base import Skip, SkipReason
+from .base import Action, Decline, DeclineReason, FetchReason, Skip, SkipReason
 from .residency import ResidencyTable
 
 MIN_PROBABILITY = 0.5
@@ -172,13 +172,33 @@ class PredictiveStaging:
         del self._waiting[:count]
         return skips
 
-    def next_wanted(self, residency: ResidencyTable, max_outstanding: int) -> ExpertId | None:
-        """Returns whom to move now, `None` for nobody.
+    def fetch(
+        self, residency: ResidencyTable, needed: Iterable[ExpertId], max_outstanding: int
+    ) -> list[Action]:
+        """Moves what waits, nearest layer first, while the link has room.
 
         Args:
-            residency: To look at.
+            residency: Gives slots.
+            needed: Experts that must keep theirs beside those that are expected.
             max_outstanding: Most predicted records under way at a time.
+
+        Returns:
+            Fetches to submit, and declines of what STAGE has no room for.
         """
+        protected = self._expected.union(needed)
+        actions: list[Action] = []
+        while self._waiting:
+            expert = self._next_wanted(residency, max_outstanding)
+            if expert is None:
+                break
+            fetch = residency.admit(expert, FetchReason.PREDICTED, protected=protected)
+            if fetch is not None:
+                self._outstanding.add(expert)
+            actions.append(fetch or Decline(expert, DeclineReason.STAGE_FULL))
+        return actions
+
+    def _next_wanted(self, residency: ResidencyTable, max_outstanding: int) -> ExpertId | None:
+        """Returns whom to move now, `None` for nobody."""
         while self._waiting:
             if residency.slot_of(self._waiting[0]) is not None:
                 self._waiting.pop(0)
@@ -187,10 +207,6 @@ class PredictiveStaging:
             else:
                 return self._waiting.pop(0)
         return None
-
-    def begin(self, expert: ExpertId) -> None:
-        """A wanted expert was given a slot, and its record is on its way."""
-        self._outstanding.add(expert)
 
     def _num_outstanding(self, residency: ResidencyTable, limit: int) -> int:
         if len(self._outstanding) >= limit:

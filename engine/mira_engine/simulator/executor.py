@@ -20,8 +20,10 @@ from ..policy.base import (
     FetchReason,
     next_boundary,
 )
-from ..policy.driver import CacheSetup, ExpertCacheDriver, OnDecision
+from ..policy.cache_setup import CacheSetup
+from ..policy.driver import ExpertCacheDriver
 from ..policy.eviction import EvictionPolicy
+from ..policy.observation import OnDecision
 from ..types import ExpertId, ServedBy
 from .clock import VirtualClock
 from .servers import Landing, LinkServer, MachineCosts

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from ..policy.driver import CacheSetup, OnDecision
+from ..policy.cache_setup import CacheSetup
 from ..policy.eviction import EvictionPolicy
 from ..policy.host_misses import HostSetup
+from ..policy.observation import OnDecision
 from ..types import Eviction, ExpertId
 from .executor import Prediction, SimulatedExecutor, SimulatedTraffic
 from .predictions import Predictor
