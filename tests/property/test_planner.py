@@ -15,7 +15,8 @@ from mira_engine.policy.lookahead import (
     RoutingSnapshot,
 )
 from mira_engine.policy.prefetch import LayerAwarePrefetchPlanner, PlannedBatch, PrefetchPhase
-from mira_engine.policy.residency import ResidencyTable, SlotState
+from mira_engine.policy.residency import ResidencyTable
+from mira_engine.policy.slot_table import SlotState
 from mira_engine.types import ExpertId
 
 NUM_LAYERS, NUM_EXPERTS, TOP_K = 3, 8, 2

@@ -16,7 +16,8 @@ from mira_engine.policy.base import (
     PromoteReason,
 )
 from mira_engine.policy.eviction import LfuEviction, LruEviction
-from mira_engine.policy.residency import ResidencyError, ResidencyTable
+from mira_engine.policy.residency import ResidencyTable
+from mira_engine.policy.slot_table import ResidencyError
 from mira_engine.types import CacheMode, ExpertId, Region, ServedBy
 
 A, B, C, D, E, F = (ExpertId(0, expert) for expert in range(6))

@@ -15,7 +15,8 @@ from collections.abc import Collection, Mapping, Sequence
 from ..types import ExpertId, ServedBy
 from .base import Action, Await, Compute, ComputeOnHost, Fetch, FetchReason
 from .flood import Flood
-from .residency import ResidencyTable, SlotState
+from .residency import ResidencyTable
+from .slot_table import SlotState
 
 
 class OpenLayer:

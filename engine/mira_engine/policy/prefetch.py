@@ -22,7 +22,8 @@ from ..types import ExpertId
 from .averages import MovingAverage
 from .base import Action, Fetch, FetchReason, Skip, SkipReason
 from .lookahead import RoutingSnapshot
-from .residency import ResidencyTable, SlotState
+from .residency import ResidencyTable
+from .slot_table import SlotState
 
 _MIN_SECONDS = 1e-9
 """Of a token or a record: a clock too coarse to see one must not make it free."""

@@ -1,8 +1,8 @@
 """Verification Expert Cache Residency Manager: which expert is in which slot, and who may go.
 
-Owns the state of every slot: FREE -> LOADING -> READY -> FREE, pins, region labels and
-generations. Pure bookkeeping: no bytes, no threads; one thread calls it. A pinned or
-loading slot is never a victim, an illegal transition raises.
+A table of slots that also decides whom to let in and who goes for it: region labels, what
+prefetches brought, the eviction policy's order. A pinned or loading slot is never a victim.
+Pure bookkeeping: no bytes, no threads; one thread calls it.
 
 Without regions all slots are one pool, in which the eviction policy decides alone. With
 them HOT is given up by the rebalancer only, and everything else comes and goes in STAGE
@@ -14,8 +14,7 @@ until an expert's tokens are done); Mira IV-C for the regions.
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 
 from ..types import CacheMode, ExpertId, Region, ServedBy
 from .base import (
@@ -34,25 +33,13 @@ from .base import (
 )
 from .eviction import EvictionPolicy
 from .regions import MIN_TRANSIENT_SLOTS, Regions
-
-
-class SlotState(enum.Enum):
-    """Life of a slot."""
-
-    FREE = "free"
-    LOADING = "loading"
-    READY = "ready"
-
-
-class ResidencyError(RuntimeError):
-    """A transition that must not happen: a fault in the engine, not in its input."""
-
+from .slot_table import ResidencyError, SlotState, SlotTable
 
 _NOBODY: frozenset[ExpertId] = frozenset()
 
 
-class ResidencyTable:
-    """Slots and their experts.
+class ResidencyTable(SlotTable):
+    """Slots, their experts, and who comes and goes.
 
     Args:
         num_slots: Slots of the device arena, at least 1.
@@ -77,9 +64,6 @@ class ResidencyTable:
         num_stage_slots: int | None = None,
         mode: CacheMode = CacheMode.LARGE,
     ) -> None:
-        if num_slots < 1:
-            raise ResidencyError(f"an arena needs at least one slot, got {num_slots}")
-        self.num_slots = num_slots
         self._regions: Regions | None = None
         if num_hot_slots is not None:
             if num_stage_slots is None:
@@ -97,51 +81,23 @@ class ResidencyTable:
                 mode=mode,
                 order=eviction,
             )
+        super().__init__(
+            num_slots,
+            on_leave=eviction.on_remove if self._regions is None else self._regions.leave,
+            on_idle=None if self._regions is None else self._regions.set_idle,
+        )
         self._eviction = eviction
-        self._slot_of: dict[ExpertId, int] = {}
-        self._expert_in: list[ExpertId | None] = [None] * num_slots
-        self._state = [SlotState.FREE] * num_slots
-        self._pins = [0] * num_slots
         self._region: list[Region | None] = [None] * num_slots
-        self._generation = [0] * num_slots
-        self._free = list(range(num_slots - 1, -1, -1))
+        """Labels; a free slot's is the last that it had."""
         self._is_prefetched = [False] * num_slots
+        """Whether a prefetch brought the slot's expert, which nobody has used yet."""
         self._is_prefilling = False
 
     # -- looking ---------------------------------------------------------------------
 
-    def slot_of(self, expert: ExpertId) -> int | None:
-        """Returns the slot that holds or is loading the expert, `None` when it has none."""
-        return self._slot_of.get(expert)
-
-    def state(self, slot: int) -> SlotState:
-        """Returns the slot's state."""
-        return self._state[slot]
-
-    def expert_in(self, slot: int) -> ExpertId | None:
-        """Returns the expert a slot holds or is loading."""
-        return self._expert_in[slot]
-
-    def generation(self, slot: int) -> int:
-        """Returns how many times the slot has been given to an expert."""
-        return self._generation[slot]
-
     def region(self, slot: int) -> Region | None:
         """Returns the slot's label, `None` for a free slot."""
-        return self._region[slot]
-
-    def is_ready(self, expert: ExpertId) -> bool:
-        """Whether the expert can be computed now."""
-        slot = self._slot_of.get(expert)
-        return slot is not None and self._state[slot] is SlotState.READY
-
-    def is_pinned(self, slot: int) -> bool:
-        """Whether the slot is protected from eviction by a pin."""
-        return self._pins[slot] > 0
-
-    def residents(self) -> Iterator[tuple[ExpertId, int]]:
-        """Yields every expert that has a slot, with it."""
-        return iter(self._slot_of.items())
+        return None if self._expert_in[slot] is None else self._region[slot]
 
     def by_worth(self) -> list[ExpertId]:
         """Returns the experts that can be computed now, those to keep longest first."""
@@ -168,16 +124,6 @@ class ResidencyTable:
     def is_prefilling(self) -> bool:
         """Whether HOT must not lose an expert now."""
         return self._is_prefilling
-
-    @property
-    def num_loading(self) -> int:
-        """Slots that a record is on its way to."""
-        return self._state.count(SlotState.LOADING)
-
-    @property
-    def num_used(self) -> int:
-        """Slots that are not free."""
-        return self.num_slots - len(self._free)
 
     # -- admission and eviction ---------------------------------------------------------
 
@@ -214,7 +160,7 @@ class ResidencyTable:
             evicted = self._find_victim(protected)
             if evicted is None:
                 return None
-        slot = self._give_slot(expert, evicted)
+        slot = self._give(expert, evicted)
         self._region[slot] = Region.STAGE if reason in AHEAD else Region.HOT
         self._is_prefetched[slot] = reason in AHEAD
         if reason is FetchReason.MISS:
@@ -236,23 +182,10 @@ class ResidencyTable:
             evicted = regions.find_victim(reason, protected)
             if evicted is None and not (self._free and reason is FetchReason.MISS):
                 return None
-        slot = self._give_slot(expert, evicted)
+        slot = self._give(expert, evicted)
         self._region[slot] = regions.enter(expert, reason)
         self._is_prefetched[slot] = reason in AHEAD
         return Fetch(expert, slot, reason, evicted)
-
-    def _give_slot(self, expert: ExpertId, evicted: ExpertId | None) -> int:
-        """Gives the expert the slot of the evicted one, or a free one: -> LOADING."""
-        if evicted is None:
-            slot = self._free.pop()
-        else:
-            slot = self._slot_of[evicted]
-            self._clear(slot)
-        self._slot_of[expert] = slot
-        self._expert_in[slot] = expert
-        self._state[slot] = SlotState.LOADING
-        self._generation[slot] += 1
-        return slot
 
     def _find_victim(self, protected: Collection[ExpertId]) -> ExpertId | None:
         """Finds who may go; what a prefetch brought and nobody has used yet goes last."""
@@ -273,31 +206,6 @@ class ResidencyTable:
         if self._regions is not None:
             self._regions.end_claims()
 
-    def complete(self, slot: int) -> None:
-        """A load into the slot has ended: LOADING -> READY.
-
-        Raises:
-            ResidencyError: The slot was not loading.
-        """
-        if self._state[slot] is not SlotState.LOADING:
-            raise ResidencyError(f"slot {slot} completed while {self._state[slot].value}")
-        self._state[slot] = SlotState.READY
-        if self._regions is not None and not self._pins[slot]:
-            expert = self._expert_in[slot]
-            assert expert is not None
-            self._regions.set_idle(expert, True)
-
-    def abandon(self, slot: int) -> None:
-        """A load into the slot failed or was withdrawn: LOADING -> FREE.
-
-        Raises:
-            ResidencyError: The slot was not loading, or is pinned.
-        """
-        if self._state[slot] is not SlotState.LOADING or self._pins[slot]:
-            raise ResidencyError(f"slot {slot} abandoned while {self._state[slot].value}")
-        self._clear(slot)
-        self._free.append(slot)
-
     def evict(self, expert: ExpertId) -> int:
         """Frees the expert's slot: READY -> FREE. Returns the slot.
 
@@ -305,27 +213,11 @@ class ResidencyTable:
             ResidencyError: The expert has no slot, or it is loading or pinned; or it is HOT
                 while a prompt is read.
         """
-        slot = self._slot_of.get(expert)
-        if slot is None or self._state[slot] is not SlotState.READY or self._pins[slot]:
-            raise ResidencyError(f"{expert} cannot be evicted (slot {slot})")
-        if self._regions is not None and self._is_prefilling and self._region[slot] is Region.HOT:
-            raise ResidencyError(f"{expert} is HOT and a prompt is read")
-        self._clear(slot)
-        self._free.append(slot)
-        return slot
-
-    def _clear(self, slot: int) -> None:
-        expert = self._expert_in[slot]
-        if expert is not None:
-            if self._regions is None:
-                self._eviction.on_remove(expert)
-            else:
-                self._regions.leave(expert)
-            del self._slot_of[expert]
-        self._expert_in[slot] = None
-        self._state[slot] = SlotState.FREE
-        self._region[slot] = None
-        self._is_prefetched[slot] = False
+        if self._regions is not None and self._is_prefilling:
+            slot = self._slot_of.get(expert)
+            if slot is not None and self._region[slot] is Region.HOT:
+                raise ResidencyError(f"{expert} is HOT and a prompt is read")
+        return super().evict(expert)
 
     # -- regions -------------------------------------------------------------------------
 
@@ -437,30 +329,3 @@ class ResidencyTable:
             self._eviction.on_miss(expert)
         else:
             self._regions.note_miss(expert)
-
-    def pin(self, expert: ExpertId) -> int:
-        """Protects the expert's slot until `unpin`. Returns the slot.
-
-        Raises:
-            ResidencyError: The expert has no slot.
-        """
-        slot = self._slot_of.get(expert)
-        if slot is None:
-            raise ResidencyError(f"{expert} has no slot to pin")
-        self._pins[slot] += 1
-        if self._regions is not None and self._pins[slot] == 1:
-            self._regions.set_idle(expert, False)
-        return slot
-
-    def unpin(self, expert: ExpertId) -> None:
-        """Takes back one pin.
-
-        Raises:
-            ResidencyError: The expert has no slot or no pin.
-        """
-        slot = self._slot_of.get(expert)
-        if slot is None or not self._pins[slot]:
-            raise ResidencyError(f"{expert} is not pinned")
-        self._pins[slot] -= 1
-        if self._regions is not None and not self._pins[slot]:
-            self._regions.set_idle(expert, self._state[slot] is SlotState.READY)

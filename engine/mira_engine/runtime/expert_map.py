@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..policy.residency import ResidencyTable, SlotState
+from ..policy.residency import ResidencyTable
+from ..policy.slot_table import SlotState
 from ..types import Region
 
 HALF_LIFE_TOKENS = 256
