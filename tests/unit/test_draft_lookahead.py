@@ -76,3 +76,11 @@ def test_draft_without_prefetching_is_not_listened_to() -> None:
         driver = ExpertCacheDriver(setup)
         assert driver.begin_draft(2, False) == []
         assert not driver.is_listening
+
+
+def test_draft_that_is_broken_off_with_its_reply_is_listened_to_no_longer() -> None:
+    driver = ExpertCacheDriver(replace(SETUP, is_lookahead_immediate=True))
+    driver.begin_draft(2, True)
+    assert driver.is_listening
+    driver.end_reply()
+    assert not driver.is_listening

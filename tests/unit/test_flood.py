@@ -124,6 +124,22 @@ def test_prompt_streams_up_to_its_last_pass() -> None:
     assert not passed(flood, 1).is_flooded
 
 
+def test_prompts_pass_that_asks_for_much_begins_no_flood() -> None:
+    flood = Flood(5, has_regions=False)
+    flood.begin_prompt(2)
+    assert not passed(flood, 6).is_flooded
+
+
+def test_what_a_flood_brought_stays_once_it_is_over() -> None:
+    table, experts = full_table()
+    flood = passed(Flood(1, has_regions=False), 3)
+    flood.bring(experts[0], table.generation(0))
+    passed(flood, 0)
+    passed(flood, 3).enter_layer(1, 3)
+    assert flood.is_streaming
+    assert flood.make_room(table) == []
+
+
 def full_table() -> tuple[ResidencyTable, list[ExpertId]]:
     """Three experts of layer 0 in three slots."""
     table = ResidencyTable(3, LruEviction())

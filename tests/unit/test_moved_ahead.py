@@ -46,6 +46,19 @@ def test_predictions_that_nobody_uses_are_switched_off() -> None:
     assert not driver.is_prediction_wanted
 
 
+@pytest.mark.parametrize("is_broken_off", [False, True])
+def test_prediction_counts_as_used_by_the_pass_that_it_was_made_for(is_broken_off: bool) -> None:
+    driver = ExpertCacheDriver(SETUP)
+    told = driver._moved.payoffs[FetchReason.PREDICTED] = FakePayoff()
+    (fetch,) = driver.predict(2, [(3, 1.0)], 1)
+    driver.landed(fetch.slot)
+    if is_broken_off:
+        driver.end_reply()
+    driver.enter_layer(2, [(3, 1)])
+    driver.end_pass(1, 100, 1.0)
+    assert [each.num_used for each in told.rounds] == [0 if is_broken_off else 1]
+
+
 @pytest.mark.parametrize(("num_missed", "is_on"), [(0, True), (2, False)])
 def test_unused_prediction_costs_what_misses_wait_for_it(num_missed: int, is_on: bool) -> None:
     driver = ExpertCacheDriver(SETUP)
@@ -121,6 +134,13 @@ def test_pass_that_moved_nothing_says_nothing(moved: MovedAhead) -> None:
     end_pass(moved)
     assert not moved.unused, "what was not used has no claim"
     assert [len(rounds) for rounds in end_pass(moved)] == [1, 1]
+
+
+def test_use_counts_in_its_own_pass_alone(moved: MovedAhead) -> None:
+    end_pass(moved)
+    moved.add([Fetch(ExpertId(1, 0), 0, FetchReason.LOOKAHEAD)])
+    drafted, _ = end_pass(moved)
+    assert [(each.num_prefetched, each.num_used) for each in drafted] == [(3, 1), (1, 0)]
 
 
 def test_pass_says_nothing_before_a_record_was_measured(moved: MovedAhead) -> None:

@@ -90,6 +90,16 @@ def test_failed_load_loses_its_slot_at_once_or_at_the_end_of_the_reply() -> None
     assert driver.residency.slot_of(ExpertId(0, 2)) is None
 
 
+def test_failed_load_is_given_up_with_one_reply_and_not_again_with_the_next() -> None:
+    driver = ExpertCacheDriver(SETUP)
+    (fetch,) = driver.enter_layer(0, [(1, 1)])
+    driver.failed(fetch.slot)
+    driver.end_reply()
+    bring(driver, 0, 2)
+    driver.end_reply()
+    assert driver.residency.is_ready(ExpertId(0, 2))
+
+
 def test_slot_of_a_failed_load_goes_to_what_is_missing() -> None:
     driver = ExpertCacheDriver(replace(SETUP, num_slots=1, num_reserved_slots=0))
     driver.predict(3, [(7, 0.5)], 1)
@@ -145,6 +155,7 @@ def test_layer_whose_missing_expert_the_host_computes_pins_nothing(residency) ->
 def test_layer_counts_what_it_fetched_once(residency) -> None:
     layer, _ = entered(residency, 1, 2, 6, 5)
     assert layer.missing == [ExpertId(0, 5), ExpertId(0, 6)], "ties by expert id"
+    assert layer.is_miss_awaited, "though nothing of it was asked for yet"
     assert fetched(layer.fetch_missing(())) == [(0, 5)], "the others' slots are pinned"
     assert layer.is_miss_awaited
     assert layer.take_num_fetched() == 1
@@ -153,6 +164,14 @@ def test_layer_counts_what_it_fetched_once(residency) -> None:
     assert fetched(layer.fetch_missing(())) == [(0, 6)]
     layer.leave()
     assert not any(map(residency.is_pinned, range(3)))
+
+
+def test_layer_that_is_left_early_forgets_whom_it_still_missed(residency) -> None:
+    layer, _ = entered(residency, 1, 2, 5, 6)
+    layer.fetch_missing(())
+    layer.leave()
+    assert not (layer.missing or layer.waiting or layer.pinned)
+    assert layer.fetch_missing(()) == []
 
 
 def test_missing_expert_displaces_what_is_expected_only_where_nobody_else_can_go() -> None:
