@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from mira_engine.policy.base import (
-    AHEAD,
-    FetchReason,
-)
+from mira_engine.policy.base import AHEAD, FetchReason
 from mira_engine.policy.eviction import EvictionPolicy, LfruEviction, LfuEviction, LruEviction
 from mira_engine.policy.residency import ResidencyTable
 from mira_engine.policy.slot_table import ResidencyError, SlotState

@@ -170,7 +170,7 @@ def test_layer_that_is_left_early_forgets_whom_it_still_missed(residency) -> Non
     layer, _ = entered(residency, 1, 2, 5, 6)
     layer.fetch_missing(())
     layer.leave()
-    assert not (layer.missing or layer.waiting or layer.pinned)
+    assert not any((layer.missing, layer.waiting, layer.pinned))
     assert layer.fetch_missing(()) == []
 
 

@@ -6,6 +6,10 @@ clock, thread or file: the same observations give the same actions, which
 `mira_engine.policy.replay` writes down and holds against a fresh driver. So observations
 are methods whose arguments are numbers and sequences of numbers only.
 
+It holds the parts and asks them: `open_layer` for the layer that is computed, `flood` where
+passes need more than the slots, `draft_lookahead` and `prediction` for what is fetched ahead,
+`moved_ahead` for whether that pays, `residency` for the slots.
+
 One pass over a layer: `enter_layer` answers with what can be computed, what is on its way
 and what to fetch; `landed` and `computed` go on from there until nothing is waited for.
 
@@ -17,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..types import ExpertId
-from .base import Action, FetchReason, Skip, SkipReason
+from .base import Action, FetchReason
 from .cache_setup import CacheSetup
 from .draft_lookahead import DraftLookahead
 from .eviction import EVICTION_POLICIES, EvictionPolicy
@@ -365,13 +369,7 @@ class ExpertCacheDriver:
     @observation
     def fill_hot(self, experts: Sequence[tuple[int, int]]) -> list[Action]:
         """Fetches experts, given as layer and number, into HOT while it has room."""
-        actions: list[Action] = []
-        for layer, expert in experts:
-            wanted = ExpertId(layer, expert)
-            if self.residency.slot_of(wanted) is None:
-                fetch = self.residency.admit(wanted, FetchReason.REBALANCE)
-                actions.append(fetch or Skip(wanted, SkipReason.NO_ROOM))
-        return actions
+        return self.rebalancer.fill(self.residency, experts)
 
     @observation
     def allow_host(self, is_allowed: bool) -> list[Action]:

@@ -10,7 +10,7 @@ earlier windows is kept as one fading number and as the length of its history.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..types import ExpertId, ServedBy
@@ -251,6 +251,24 @@ class Rebalancer:
         wanted = {expert: float(count) for expert, count in last_counts.items() if count}
         limit = self.max_swaps if max_swaps is None else max_swaps
         return self._exchange(residency, wanted, kept, limit)
+
+    def fill(self, residency: ResidencyTable, experts: Sequence[tuple[int, int]]) -> list[Action]:
+        """Fetches experts into HOT while it has room, before anything was routed.
+
+        Args:
+            residency: With regions.
+            experts: Layer and number, those wanted most first.
+
+        Returns:
+            Fetches to submit, and skips of what finds no room.
+        """
+        actions: list[Action] = []
+        for layer, expert in experts:
+            wanted = ExpertId(layer, expert)
+            if residency.slot_of(wanted) is None:
+                fetch = residency.admit(wanted, FetchReason.REBALANCE)
+                actions.append(fetch or Skip(wanted, SkipReason.NO_ROOM))
+        return actions
 
     def _exchange(
         self,
