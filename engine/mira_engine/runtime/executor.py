@@ -262,7 +262,11 @@ class ExpertExecutor:
             if self._for_host:
                 self._begin_on_host(module, plan)
             if self.predictor is not None and driver.is_prediction_wanted:
-                self._stage_predicted(layer, hidden, top_k_index)
+                started = time.perf_counter()
+                ahead = ask_ahead(self.predictor, driver, self.phase, layer, hidden, top_k_index)
+                if ahead:
+                    self.obey(ahead)
+                self._traffic().predicting_s += time.perf_counter() - started
             if not is_open:  # Nothing of this layer moves meanwhile, so nothing is pinned.
                 if driver.is_staging:
                     self.collect(self.transfer.poll())
@@ -293,16 +297,6 @@ class ExpertExecutor:
             check_cancelled(self.is_cancelled)
             self.collect(self.transfer.poll())
         self._traffic().host_s += host.place()
-
-    def _stage_predicted(self, layer: int, hidden: torch.Tensor, top_k_index: torch.Tensor) -> None:
-        """Fetches what the predictor expects in later layers."""
-        started = time.perf_counter()
-        predictor = self.predictor
-        assert predictor is not None
-        actions = ask_ahead(predictor, self.driver, self.phase, layer, hidden, top_k_index)
-        if actions:
-            self.obey(actions)
-        self._traffic().predicting_s += time.perf_counter() - started
 
     def go_on_with(self, meter: ReplyMeter) -> None:
         """Counts into a reply's meter, which may have counted in another engine before."""
