@@ -130,16 +130,25 @@ class Preparation:
 
 
 class _SparseProgress:
-    """Sends reports of progress: the first and the last of every step, others now and then."""
+    """Sends reports of progress: the first and the last of every step, others now and then.
 
-    def __init__(self, request_id: str, send: Send) -> None:
+    Args:
+        request_id: Given in every report.
+        send: Takes events.
+        clock: Seconds, on any clock that goes on evenly.
+    """
+
+    def __init__(
+        self, request_id: str, send: Send, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._request_id = request_id
         self._send = send
+        self._clock = clock
         self._sent_at = 0.0
         self._step = ""
 
     def __call__(self, step: str, done: int, total: int, unit: str, detail: str) -> None:
-        now = time.monotonic()
+        now = self._clock()
         is_soon = now - self._sent_at < _PROGRESS_INTERVAL_S
         if step == self._step and done != total and is_soon:
             return
