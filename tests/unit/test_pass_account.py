@@ -80,3 +80,8 @@ def test_carrying_a_reply_that_is_here_already_loses_nothing(account: PassAccoun
     account.carry(counters)
     add(counters, 16)
     assert account.close(counters, 1, now=2.0) == took(16, round_s=1.0)
+
+
+def test_what_was_carried_is_not_taken_from_another_reply(account: PassAccount) -> None:
+    account.carry(counted(64))
+    assert account.close(counted(16), 1, now=1.0) == took(16)
