@@ -4,7 +4,8 @@ Three threads. The main thread does one job at a time, in order; the reader thre
 takes requests and applies `Cancel` at once; the heart thread sends `Heartbeat` every
 second, also while the engine computes. Standard output belongs to the protocol alone:
 its descriptor is set aside at the start and descriptor 1 then points at stderr, so that
-nothing a library prints can break a line.
+nothing a library prints can break a line. Which job runs and who was asked to stop is
+known to `mira_engine.running_job`, the engine in use to `mira_engine.engine_seat`.
 
 Shut-down order: end of input or `Shutdown` cancels the running job, the main thread
 finishes it, closes the engine, stops the heart, and exits.
