@@ -100,7 +100,7 @@ def round_fallbacks(
         yield Notice(code="predictions-off", text=text)
 
 
-def unusable_predictors(model: str, *, is_made: bool, is_begun: bool) -> Notice | None:
+def unusable_predictors(model: str, *, is_made: bool, is_begun: bool) -> str | None:
     """Returns why a model's predictors are not used, `None` where none were ever wanted.
 
     Args:
@@ -110,12 +110,10 @@ def unusable_predictors(model: str, *, is_made: bool, is_begun: bool) -> Notice 
     """
     prepare = f"mira-chat prepare {model}"
     if is_made:
-        text = (
+        return (
             "The predictors are damaged or of other weights and are not used; "
             f"{prepare} makes them anew."
         )
-    elif is_begun:
-        text = f"The predictors are not trained yet; {prepare} goes on with that."
-    else:
-        return None
-    return Notice(code="no-predictors", text=text)
+    if is_begun:
+        return f"The predictors are not trained yet; {prepare} goes on with that."
+    return None

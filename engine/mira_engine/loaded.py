@@ -304,13 +304,13 @@ class LoadedModel:
         self.executor.predictor = bank
         if bank is None:
             folder = self.home.predictors_dir
-            notice = unusable_predictors(
+            reason = unusable_predictors(
                 self.home.name,
                 is_made=(folder / MANIFEST_FILE).exists(),  # It is written last.
                 is_begun=folder.is_dir(),
             )
-            if notice is not None:
-                self._notify(notice)
+            if reason is not None:
+                self._notice("no-predictors", reason)
 
     def _trace_header(self) -> TraceHeader:
         return TraceHeader(

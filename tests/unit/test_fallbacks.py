@@ -58,7 +58,7 @@ def test_cached_reads_that_were_asked_for_are_no_fallback() -> None:
 def test_predictors_that_cannot_be_used_name_the_way_to_get_them() -> None:
     damaged = unusable_predictors("m", is_made=True, is_begun=True)
     begun = unusable_predictors("m", is_made=False, is_begun=True)
-    assert "damaged" in damaged.text
-    assert "not trained yet" in begun.text
-    assert all("mira-chat prepare m" in notice.text for notice in (damaged, begun))
+    assert "damaged" in damaged
+    assert "not trained yet" in begun
+    assert all("mira-chat prepare m" in reason for reason in (damaged, begun))
     assert unusable_predictors("m", is_made=False, is_begun=False) is None
