@@ -11,12 +11,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from . import calibrate, gptq
+from . import calibrate, gptq, prepare
 from .checkpoint.gptq_process import require_gptqmodel
 from .errors import CancelledError, ConfigError, MiraError
 from .events import Event, Notice, PrepareDone, PrepareModel, PrepareProgress
 from .library import ModelHome, ModelLibrary
-from .prepare import preflight, prepare
 from .running_job import RunningJob
 from .types import Rounding
 
@@ -59,10 +58,10 @@ class Preparation:
         is_deleted = self._is_download_deleted()
         home = self._library.resolve(job.model)
         prompts = calibrate.read_prompts(Path(job.calibration)) if job.calibration else None
-        preflight(home)
+        prepare.preflight(home)
         if home.note:
             self._send(Notice(code="name", text=home.note))
-        prepare(
+        prepare.prepare(
             home,
             job.precision,
             draft=job.draft,
