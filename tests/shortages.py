@@ -248,9 +248,9 @@ class Session:
     @property
     def engine(self) -> Engine:
         """The one in use."""
-        assert self.worker._engine is not None
-        return self.worker._engine
+        assert self.worker.engine is not None
+        return self.worker.engine
 
     def close(self) -> None:
         """Gives the engine up."""
-        self.worker._unload()
+        self.worker.close()

@@ -19,6 +19,7 @@ from .config import SamplingConfig
 from .conversing import ChatStream, Replier, ReplyEvent
 from .errors import CancelledError, ContextLengthError
 from .events import ChatMessage, ReplyStats, ResidencySample
+from .fallbacks import round_fallbacks
 from .loaded import LoadedModel
 from .model.sampling import Sampler
 from .policy.speculation import DepthPolicy, FixedDepth, RoundObservation
@@ -27,7 +28,6 @@ from .runtime.expert_map import RoutingHeat, region_rows
 from .runtime.reply_so_far import ReplySoFar
 from .runtime.requests import BatchEvent
 from .runtime.shortage import as_shortage
-from .runtime.spill import CODE as SPILLED
 from .runtime.telemetry import LiveSamples, ReplyMeter
 from .several import SeveralAtOnce
 from .trace import TracedRound
@@ -370,25 +370,9 @@ class Engine(LoadedModel):
     # -- figures ---------------------------------------------------------------------------
 
     def _tell_fallbacks(self) -> None:
-        if self.config.is_direct_io and not self.transfer.is_direct:
-            self._tell_once(
-                "no-direct-io",
-                "O_DIRECT is not to be had here: records pass through the system's cache of files.",
-            )
-        if self._spill is not None and (found := self._spill.look()) is not None:
-            self._tell_once(SPILLED, found.text)
-        if self.executor.meter.decode.num_on_host:
-            self._tell_once(
-                "host-experts",
-                "Some experts are computed by the processor; texts can differ in rounding. "
-                "--deterministic turns that off.",
-            )
-        driver = self.executor.driver
-        if not driver.payoff.is_on:
-            self._tell_once("prefetch-off", driver.payoff.reason)
-        if not driver.prediction_payoff.is_on:
-            reason = driver.prediction_payoff.reason
-            self._tell_once("predictions-off", f"Of the predictor heads: {reason}")
+        spill = self._spill.look() if self._spill is not None else None
+        for notice in round_fallbacks(self.config, self.executor, spill):
+            self._tell_once(notice.code, notice.text)
 
     def stats(self) -> ReplyStats:
         """Returns the figures of the running or the last reply."""

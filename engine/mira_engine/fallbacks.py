@@ -1,15 +1,20 @@
 """What is slower or less exact with a loaded model than it could be, in words for people.
 
-Pure: what was asked for, what was planned and how the experts are stored in, notices out.
+Pure: what was asked for, what was planned, and what has shown since in, notices out.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from mira_kernels.weights import Int4Layout
 
 from .checkpoint.formats import ExpertFormat
 from .config import EngineConfig, format_bytes
 from .events import MemoryPlan, Notice
+from .runtime.executor import ExpertExecutor
+from .runtime.spill import CODE as SPILLED
+from .runtime.spill import SpillVerdict
 from .types import ComputeDtype, DraftDense
 
 
@@ -64,3 +69,51 @@ def load_fallbacks(
         text = "Peak memory is sampled here: a short peak can be missed."
         notices.append(Notice(code="sampled-memory", text=text))
     return notices
+
+
+def round_fallbacks(
+    config: EngineConfig, executor: ExpertExecutor, spill: SpillVerdict | None
+) -> Iterator[Notice]:
+    """Yields a notice for each fallback that shows only while replies are made.
+
+    Args:
+        config: What was asked for.
+        executor: Between two passes.
+        spill: What of the card's memory was found moved just now.
+    """
+    if config.is_direct_io and not executor.transfer.is_direct:
+        text = "O_DIRECT is not to be had here: records pass through the system's cache of files."
+        yield Notice(code="no-direct-io", text=text)
+    if spill is not None:
+        yield Notice(code=SPILLED, text=spill.text)
+    if executor.meter.decode.num_on_host:
+        text = (
+            "Some experts are computed by the processor; texts can differ in rounding. "
+            "--deterministic turns that off."
+        )
+        yield Notice(code="host-experts", text=text)
+    driver = executor.driver
+    if not driver.payoff.is_on:
+        yield Notice(code="prefetch-off", text=driver.payoff.reason)
+    if not driver.prediction_payoff.is_on:
+        text = f"Of the predictor heads: {driver.prediction_payoff.reason}"
+        yield Notice(code="predictions-off", text=text)
+
+
+def unusable_predictors(model: str, *, is_made: bool, is_begun: bool) -> str | None:
+    """Returns why a model's predictors are not used, `None` where none were ever wanted.
+
+    Args:
+        model: As a person names it.
+        is_made: Whether they were made, and cannot be used.
+        is_begun: Whether making them was begun.
+    """
+    prepare = f"mira-chat prepare {model}"
+    if is_made:
+        return (
+            "The predictors are damaged or of other weights and are not used; "
+            f"{prepare} makes them anew."
+        )
+    if is_begun:
+        return f"The predictors are not trained yet; {prepare} goes on with that."
+    return None

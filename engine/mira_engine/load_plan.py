@@ -15,7 +15,7 @@ import torch
 
 from .checkpoint.store import ExpertStore, StoreManifest
 from .config import EngineConfig, MachineRates, MemoryAmount, format_bytes
-from .errors import BudgetError
+from .errors import BudgetError, StoreError
 from .events import KProfile, MemoryPlan, Notice
 from .library import ModelHome
 from .model.facts import gather_facts
@@ -152,6 +152,23 @@ class LoadPlan:
             prior_rates=profile.rates if profile else None,
             origin="from the profile" if profile else "the default",
         )
+
+
+def open_stores(home: ModelHome, precision: Precision) -> tuple[ExpertStore, ExpertStore]:
+    """Opens the target's store and the one that holds the draft's plane.
+
+    Raises:
+        StoreError: The model is not prepared in that precision, or damaged.
+    """
+    if not home.is_ready(precision):
+        raise StoreError(
+            f"{home.title} is not prepared in {precision}.",
+            hint=f"Run: mira-chat prepare {home.name} --precision {precision}",
+        )
+    target = ExpertStore.open(home.store_dir(precision))
+    if target.format.draft_plane is not None:
+        return target, target
+    return target, ExpertStore.open(home.store_dir(Precision.INT4))
 
 
 def make_load_plan(

@@ -16,16 +16,13 @@ from pathlib import Path
 from typing import Self
 
 import torch
-from mira_kernels import native
 
-from .checkpoint.experts import expert_modules_of
-from .checkpoint.store import ExpertStore
 from .config import EngineConfig
 from .errors import StoreError, check_cancelled
 from .events import Notice
-from .fallbacks import load_fallbacks
+from .fallbacks import load_fallbacks, unusable_predictors
 from .library import ModelHome
-from .load_plan import LoadPlan, OnNotice, make_load_plan
+from .load_plan import LoadPlan, OnNotice, make_load_plan, open_stores
 from .model.chat import end_token_ids, has_tokenizer, load_tokenizer
 from .model.experts import stamp
 from .model.facts import context_length, longest_context
@@ -36,18 +33,19 @@ from .policy.driver import ExpertCacheDriver
 from .predictor.bank import MANIFEST_FILE, PredictorBank
 from .runtime import gpu_device
 from .runtime.captured import CapturedSteps, captured_steps
-from .runtime.device import ExpertDevice, make_device
+from .runtime.device import ExpertDevice
 from .runtime.draft import DraftStage, DraftWindow
 from .runtime.executor import ExpertExecutor
-from .runtime.gpu_device import GpuDevice, form_of, make_gpu_device, settle_dtype
+from .runtime.gpu_device import GpuDevice, settle_dtype
 from .runtime.gpu_experts import never_bound
 from .runtime.native_path import NativePath
 from .runtime.passes import ModelPasses
+from .runtime.placing import place_experts
 from .runtime.probe import bound_kernel_cache, default_num_threads
 from .runtime.shortage import as_shortage, give_memory_back
 from .runtime.telemetry import MemoryProbe
 from .trace import TraceHeader, TraceRecorder
-from .types import CompileMode, ComputeDtype, ExpertId, Precision, PredictionLead
+from .types import CompileMode, ExpertId, PredictionLead
 
 
 class LoadedModel:
@@ -79,7 +77,7 @@ class LoadedModel:
         started = time.perf_counter()
         bound_kernel_cache()
         torch.set_num_threads(config.num_threads or default_num_threads())
-        self._target, self._draft_source = _open_stores(home, config.precision)
+        self._target, self._draft_source = open_stores(home, config.precision)
         load_plan = make_load_plan(
             home,
             config,
@@ -152,7 +150,7 @@ class LoadedModel:
         return make_load_plan(
             self.home,
             settle_dtype(config),
-            *_open_stores(self.home, config.precision),
+            *open_stores(self.home, config.precision),
             profile_dir=self._profile_dir,
             on_notice=lambda notice: None,
             reusable_bytes=min(self.plan.total_bytes, self._held_bytes()),
@@ -204,34 +202,21 @@ class LoadedModel:
         self._tokenizer = load_tokenizer(folder) if has_tokenizer(folder) else None
         self._end_ids = end_token_ids(folder, self.model.config, self._tokenizer)
         self.context_length = context_length(self.model.config, config.context_length)
-        device = self._make_gpu_device() if config.gpu is not None else self._make_device()
+        device = place_experts(
+            self.model,
+            self.plan,
+            config,
+            self._target,
+            self._draft_source,
+            cache_dir=self._cache_dir,
+            is_cancelled=self._is_load_cancelled,
+            tell=self._notice,
+        )
         self.transfer = device.transfer
         self._closing.callback(device.transfer.close)
         self._spill = device.spill if isinstance(device, GpuDevice) else None
         self.cache_setup = load_plan.cache_setup(config, manifest, device.transfer.record_bytes)
-        if isinstance(device, GpuDevice):
-            self.cache_setup = replace(self.cache_setup, host=device.host_setup)
-        self.executor = ExpertExecutor(
-            driver=ExpertCacheDriver(self.cache_setup),
-            transfer=device.transfer,
-            bind=device.bind if isinstance(device, ExpertDevice) else never_bound,
-            draft=device.draft,
-        )
-        if isinstance(device, GpuDevice):
-            self.executor.use_fused(device.experts)
-            self.executor.host = device.host
-            if device.host is not None:
-                self._closing.callback(device.host.close)
-        self.executor.is_cancelled = self._cancelled.is_set
-        self._load_predictor()
-        if config.trace_path is not None:
-            self.executor.recorder = TraceRecorder(self._trace_header())
-        num_stamped = stamp(self.model, self.executor)
-        if num_stamped != manifest.num_layers:
-            raise StoreError(
-                f"The store has {manifest.num_layers} MoE layers, the model {num_stamped}.",
-                hint="Remove the model and prepare it again.",
-            )
+        self._connect(device)
         self.state = StateManager(
             self.model,
             capacity=self.context_length,
@@ -253,60 +238,60 @@ class LoadedModel:
         self.draft_stage = DraftStage(self.passes, window)
         self.native_path: NativePath | None = None
         if self._cache_dir is not None and isinstance(device, ExpertDevice):
-            self.native_path = NativePath(
-                model=self.model,
-                folder=folder,
-                config=config,
-                plan=self.plan,
-                cache_dir=self._cache_dir,
-                passes=self.passes,
-                executor=self.executor,
-                switch=switch,
-                target=self._target,
-                draft_source=self._draft_source,
-                slots=device.slots,
-                bind=device.bind,
-                draft_depths=self.governor.candidates if self.governor is not None else (),
-                on_notice=self._notice,
+            self._start_native(device, self._cache_dir, switch)
+
+    def _connect(self, device: ExpertDevice | GpuDevice) -> None:
+        """Makes the executor on a device, and has the model's experts computed by it."""
+        if isinstance(device, GpuDevice):
+            self.cache_setup = replace(self.cache_setup, host=device.host_setup)
+        self.executor = ExpertExecutor(
+            driver=ExpertCacheDriver(self.cache_setup),
+            transfer=device.transfer,
+            bind=device.bind if isinstance(device, ExpertDevice) else never_bound,
+            draft=device.draft,
+        )
+        if isinstance(device, GpuDevice):
+            self.executor.use_fused(device.experts)
+            self.executor.host = device.host
+            if device.host is not None:
+                self._closing.callback(device.host.close)
+        self.executor.is_cancelled = self._cancelled.is_set
+        self._load_predictor()
+        if self.config.trace_path is not None:
+            self.executor.recorder = TraceRecorder(self._trace_header())
+        num_stamped, num_layers = stamp(self.model, self.executor), self.cache_setup.num_layers
+        if num_stamped != num_layers:
+            raise StoreError(
+                f"The store has {num_layers} MoE layers, the model {num_stamped}.",
+                hint="Remove the model and prepare it again.",
             )
-            self._closing.callback(self.native_path.close)
-            self.native_path.start(self._is_load_cancelled)
+
+    def _start_native(self, device: ExpertDevice, cache_dir: Path, switch: DenseSwitch) -> None:
+        """Has native kernels and compiled steps made ready in the background."""
+        self.native_path = NativePath(
+            model=self.model,
+            folder=self.home.backbone_dir,
+            config=self.config,
+            plan=self.plan,
+            cache_dir=cache_dir,
+            passes=self.passes,
+            executor=self.executor,
+            switch=switch,
+            target=self._target,
+            draft_source=self._draft_source,
+            slots=device.slots,
+            bind=device.bind,
+            draft_depths=self.governor.candidates if self.governor is not None else (),
+            on_notice=self._notice,
+        )
+        self._closing.callback(self.native_path.close)
+        self.native_path.start(self._is_load_cancelled)
 
     def _use_depths(self) -> None:
         """Says which lengths a target pass on a card will have."""
         if self.captured is not None:
             depths = self.governor.candidates if self.governor is not None else ()
             self.captured.use_depths({self.plan.num_draft_tokens, *depths})
-
-    def _make_device(self) -> ExpertDevice:
-        return make_device(
-            self.plan,
-            self.config,
-            self._target,
-            self._draft_source,
-            is_cancelled=self._is_load_cancelled,
-        )
-
-    def _make_gpu_device(self) -> GpuDevice:
-        """Moves the backbone to the card, and builds slots, draft and link there."""
-        assert self.config.gpu is not None
-        modules = [module for _, module in expert_modules_of(self.model)]
-        form = form_of(modules, self.model.config.model_type, self.config.precision)
-        handle = gpu_device.open_card(self.config.gpu)
-        if self._cache_dir is not None and self.config.arithmetic is ComputeDtype.BFLOAT16:
-            native.load(self._cache_dir)  # Where they are built: for what the processor computes.
-        self.model.to(handle.device)
-        return make_gpu_device(
-            handle,
-            self.plan,
-            self.config,
-            self._target,
-            self._draft_source,
-            form,
-            modules[0],
-            is_cancelled=self._is_load_cancelled,
-            tell=self._notice,
-        )
 
     def _load_predictor(self) -> None:
         self.executor.predictor = None
@@ -317,17 +302,15 @@ class LoadedModel:
         if bank is not None and self.config.prediction_lead is PredictionLead.NEAR:
             bank.far_heads.clear()
         self.executor.predictor = bank
-        folder, prepare = self.home.predictors_dir, f"mira-chat prepare {self.home.name}"
-        if bank is None and (folder / MANIFEST_FILE).exists():
-            self._notice(
-                "no-predictors",
-                "The predictors are damaged or of other weights and are not used; "
-                f"{prepare} makes them anew.",
+        if bank is None:
+            folder = self.home.predictors_dir
+            reason = unusable_predictors(
+                self.home.name,
+                is_made=(folder / MANIFEST_FILE).exists(),  # It is written last.
+                is_begun=folder.is_dir(),
             )
-        elif bank is None and folder.is_dir():  # begun: the manifest is written last
-            self._notice(
-                "no-predictors", f"The predictors are not trained yet; {prepare} goes on with that."
-            )
+            if reason is not None:
+                self._notice("no-predictors", reason)
 
     def _trace_header(self) -> TraceHeader:
         return TraceHeader(
@@ -418,16 +401,3 @@ class LoadedModel:
     def close(self) -> None:
         """Stops the readers and what is compiled in the background, gives the memory back."""
         self._closing.close()
-
-
-def _open_stores(home: ModelHome, precision: Precision) -> tuple[ExpertStore, ExpertStore]:
-    """Opens the target's store and the one that holds the draft's plane."""
-    if not home.is_ready(precision):
-        raise StoreError(
-            f"{home.title} is not prepared in {precision}.",
-            hint=f"Run: mira-chat prepare {home.name} --precision {precision}",
-        )
-    target = ExpertStore.open(home.store_dir(precision))
-    if target.format.draft_plane is not None:
-        return target, target
-    return target, ExpertStore.open(home.store_dir(Precision.INT4))

@@ -26,7 +26,8 @@ from .library import ModelHome, ModelLibrary
 from .load_plan import make_load_plan
 from .policy.budget import SLOW_LINK_BYTES_PER_S
 from .predictor.bank import MANIFEST_FILE, PredictorBank
-from .runtime.cards import accelerator_facts, find_cards, look_at_limits, look_at_torch
+from .runtime.card_facts import accelerator_facts
+from .runtime.cards import find_cards, look_at_limits, look_at_torch
 from .runtime.disk import has_direct_reads, open_for_records
 from .runtime.gpu_device import settle_dtype
 from .runtime.host_system import drive_facts, look_at_host, system_facts

@@ -10,6 +10,7 @@ from mira_engine import gptq, wire
 from mira_engine.checkpoint import gptq_process
 from mira_engine.events import Notice, PrepareDone, PrepareModel, PrepareProgress, RequestFailed
 from mira_engine.library import ModelLibrary
+from mira_engine.preparing import Preparation
 from mira_engine.runtime.recording import RecordingSettings
 from mira_engine.types import Precision, Rounding
 from mira_engine.worker import EventWriter, Worker
@@ -89,7 +90,7 @@ def test_worker_keeps_the_download_of_itself_only_where_a_draft_is_made_of_it(
     monkeypatch.setattr(
         "mira_engine.prepare.prepare", lambda home, precision, **options: asked.append(options)
     )
-    monkeypatch.setattr(Worker, "_make_draft", lambda *args: None)
+    monkeypatch.setattr(Preparation, "_make_draft", lambda *args: None)
     assert isinstance(ask(**fields)[-1], PrepareDone)
     assert [options["is_download_deleted"] for options in asked] == [is_deleted]
 

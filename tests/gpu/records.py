@@ -12,8 +12,8 @@ import psutil
 import torch
 from gpu.card import DEVICE, HAS_CARD
 from mira_engine.checkpoint.expert import ExpertFormat
-from mira_engine.runtime.gpu_device import HOST_SHARE
 from mira_engine.runtime.host_memory import allocate_chunks, pageable, pinned
+from mira_engine.runtime.host_records import HOST_SHARE
 from mira_engine.types import Plane, Precision
 from torch import Tensor
 

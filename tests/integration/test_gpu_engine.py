@@ -17,7 +17,7 @@ from mira_engine.config import MemoryAmount
 from mira_engine.engine import Engine
 from mira_engine.errors import ConfigError
 from mira_engine.events import Notice
-from mira_engine.runtime import gpu_device
+from mira_engine.runtime import host_records
 from mira_engine.types import DraftExperts, Precision
 
 pytest.importorskip("triton", reason="triton has no wheel for this system")
@@ -117,7 +117,7 @@ def test_experts_beyond_host_memory_come_from_the_disk_and_are_told(
 ) -> None:
     home = prepared("mixtral", Precision.BF16)
     expected = _text(load(home))
-    monkeypatch.setattr(gpu_device, "HOST_SHARE", 0.0)
+    monkeypatch.setattr(host_records, "HOST_SHARE", 0.0)
     notices: list[Notice] = []
 
     engine = load(home, notices, gpu=0, budget=MemoryAmount(share=1.0))

@@ -29,7 +29,7 @@ from mira_engine.library import ModelHome
 from mira_engine.policy.driver import ExpertCacheDriver
 from mira_engine.policy.host_misses import HostMisses, HostSetup
 from mira_engine.policy.replay import DecisionLog, replay
-from mira_engine.runtime import gpu_device
+from mira_engine.runtime import gpu_device, host_records
 from mira_engine.runtime.cuda_transfer import CudaTransfer
 from mira_engine.runtime.host_experts import HostExperts
 from mira_engine.types import CachePolicy, DraftExperts, FinishReason, Precision
@@ -224,7 +224,7 @@ def test_card_with_a_resident_draft_of_the_same_planes_has_no_host(prepared, loa
 
 
 def test_records_on_the_disk_are_left_to_the_card(prepared, load, rates, monkeypatch) -> None:
-    monkeypatch.setattr(gpu_device, "HOST_SHARE", 0.0)
+    monkeypatch.setattr(host_records, "HOST_SHARE", 0.0)
     engine = load(prepared("mixtral", Precision.BF16))
     assert engine.cache_setup.host is None
     assert len(_text(engine)) == NEW_TOKENS

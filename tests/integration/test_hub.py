@@ -193,7 +193,6 @@ def test_worker_describes_plans_and_prepares_a_hub_model(library, tmp_path, monk
     )
     lines = "".join(wire.encode(request) + "\n" for request in requests)
     worker.read_requests(io.StringIO(lines))
-    worker._cancelled_ids.clear()
     worker.run()
     told = [wire.decode(line) for line in stream.getvalue().splitlines()]
     described = next(event for event in told if isinstance(event, ModelDescribed))

@@ -23,7 +23,7 @@ from mira_engine.events import (
 from mira_engine.library import ModelHome, ModelLibrary
 from mira_engine.memory_retry import SHRUNK, load_with_retry
 from mira_engine.prepare import prepare
-from mira_engine.runtime import device, gpu_device, host_memory, slots
+from mira_engine.runtime import device, gpu_device, host_memory, host_records, slots
 from mira_engine.types import ComputeDtype, DraftExperts, Precision
 from shortages import SHORTAGES, FakeCard, Holdings, Session, failing, new_objects_only
 from transformers import PreTrainedModel
@@ -55,7 +55,7 @@ ON_A_CARD = {
     "to": (PreTrainedModel, "to", 0),
     "draft": (gpu_device, "GpuDraft", 0),
     "arena": (gpu_device, "GpuArena", 0),
-    "records": (gpu_device, "read_exactly", 28),
+    "records": (host_records, "read_exactly", 28),
     "link": (gpu_device, "CudaTransfer", 0),
     "tables": (gpu_device, "GpuExperts", 0),
     "cache": (loaded, "StateManager", 0),
@@ -152,7 +152,7 @@ def test_load_on_a_card_that_fails_anywhere_leaves_nothing_and_is_tried_with_les
     pytest.importorskip("triton", reason="triton has no wheel for this system")
     FakeCard(monkeypatch)
     # Half of the records stay on the disk, so that there is a ring with threads to be ended.
-    monkeypatch.setattr(gpu_device, "allocate_chunks", _half_of_the_chunks)
+    monkeypatch.setattr(host_records, "allocate_chunks", _half_of_the_chunks)
     _, budget = usual
     notices: list[Notice] = []
     owner, name, at = ON_A_CARD[place]

@@ -91,8 +91,8 @@ class Session:
 
     @property
     def engine(self) -> Engine:
-        assert self.worker._engine is not None
-        return self.worker._engine
+        assert self.worker.engine is not None
+        return self.worker.engine
 
     @property
     def config(self) -> EngineConfig:
@@ -126,7 +126,7 @@ def start(home: ModelHome) -> Iterator[Callable[..., Session]]:
 
     yield make
     for session in sessions:
-        if session.worker._engine is not None:
+        if session.worker.engine is not None:
             session.engine.close()
 
 
@@ -380,7 +380,7 @@ def test_end_while_going_back_does_not_load_again(
     load, asked = Engine.load, []
 
     def ending(*args: object, **kwargs: object) -> Engine:
-        session.worker._ending.set()
+        session.worker.read_requests(io.StringIO())
         session.worker._accept(Cancel(request_id="c"))
         asked.append(kwargs["is_cancelled"]())
         return load(*args, **kwargs)
@@ -388,7 +388,7 @@ def test_end_while_going_back_does_not_load_again(
     monkeypatch.setattr(Engine, "load", ending)
     session.fail(budget=MemoryAmount(share=0.3))
     assert asked == [True, True]
-    assert session.worker._engine is None
+    assert session.worker.engine is None
 
 
 def test_cancelled_refill_leaves_a_loaded_engine(start: Callable[..., Session]) -> None:

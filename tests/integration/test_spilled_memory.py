@@ -16,7 +16,7 @@ from mira_engine.engine import Engine
 from mira_engine.errors import ConfigError
 from mira_engine.library import ModelHome, ModelLibrary
 from mira_engine.prepare import prepare
-from mira_engine.runtime import gpu_device, spill
+from mira_engine.runtime import gpu_device, host_records, spill
 from mira_engine.runtime.gpu_device import GpuHandle
 from mira_engine.runtime.host_memory import pageable
 from mira_engine.runtime.host_system import HostKind, HostSystem
@@ -138,29 +138,29 @@ def test_pinned_memory_stays_within_the_container(
     card: FakeCard, load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     little = SystemMemory(total_bytes=1 << 20, available_bytes=100_000, container_bytes=1 << 20)
-    monkeypatch.setattr(gpu_device, "system_memory", lambda: little)
-    chunks = gpu_device.allocate_chunks
+    monkeypatch.setattr(host_records, "system_memory", lambda: little)
+    chunks = host_records.allocate_chunks
     room: list[int] = []
 
     def allocate(wanted: int, record_bytes: int, take) -> list[torch.Tensor]:
         room.append(wanted)
         return chunks(wanted, record_bytes, take)
 
-    monkeypatch.setattr(gpu_device, "allocate_chunks", allocate)
+    monkeypatch.setattr(host_records, "allocate_chunks", allocate)
     _, told = load()
 
-    assert 0 < sum(room) <= gpu_device.HOST_SHARE * 100_000
+    assert 0 < sum(room) <= host_records.HOST_SHARE * 100_000
     assert "host-memory" in told
 
 
 def test_refused_pinning_names_the_limit_that_explains_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = gpu_device.look_at_limits().__class__(locked_bytes=8 << 20)
-    monkeypatch.setattr(gpu_device, "look_at_limits", lambda: limits)
-    monkeypatch.setattr(gpu_device, "look_at_host", lambda: HostSystem(kind=HostKind.LINUX))
-    assert "ulimit -l" in gpu_device._pin_limit(1 << 30)
-    assert gpu_device._pin_limit(1 << 20) == ""
-    monkeypatch.setattr(gpu_device, "look_at_host", lambda: HostSystem(kind=HostKind.WSL))
-    assert "half" in gpu_device._pin_limit(1 << 30)
+    limits = host_records.look_at_limits().__class__(locked_bytes=8 << 20)
+    monkeypatch.setattr(host_records, "look_at_limits", lambda: limits)
+    monkeypatch.setattr(host_records, "look_at_host", lambda: HostSystem(kind=HostKind.LINUX))
+    assert "ulimit -l" in host_records._pin_limit(1 << 30)
+    assert host_records._pin_limit(1 << 20) == ""
+    monkeypatch.setattr(host_records, "look_at_host", lambda: HostSystem(kind=HostKind.WSL))
+    assert "half" in host_records._pin_limit(1 << 30)
 
 
 def test_card_without_triton_is_refused_before_anything_is_loaded(

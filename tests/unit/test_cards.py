@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import pytest
 from mira_engine.errors import ConfigError
 from mira_engine.events import MachineFact
+from mira_engine.runtime.card_facts import accelerator_facts
 from mira_engine.runtime.cards import (
     Card,
     CardSearch,
     SystemLimits,
     TorchBuild,
-    accelerator_facts,
     dtype_on,
     find_cards,
     look_at_limits,

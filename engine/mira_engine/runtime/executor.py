@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
 
 import torch
 
@@ -34,15 +33,16 @@ from ..policy.base import (
     Skip,
 )
 from ..policy.driver import ExpertCacheDriver
-from ..policy.prediction import MIN_FAR_PROBABILITY, question_for
 from ..predictor.bank import PredictorBank
 from ..trace import TraceRecorder
 from ..types import ExpertId, Phase, ServedBy
+from .asking_ahead import ask_ahead
 from .expert_map import RoutingHeat
 from .fused import FusedExperts, FusedPlan
 from .gpu_experts import GpuDraft, GpuExperts, GpuPlan, GpuSlotDraft
-from .host_experts import HostDemand, HostExperts
-from .module_expert import expert_output
+from .host_experts import HostExperts
+from .layer_work import LayerPlan, LayerWork, SharedWork
+from .pass_account import PassAccount
 from .slots import DraftArena, SlotDraft
 from .telemetry import ReplyMeter, TrafficCounters
 from .transfer import Completion, Transfer
@@ -54,37 +54,8 @@ _HOST_SLICE_S = 1e-3
 """Longest wait for the host's experts between two looks at what has landed."""
 
 
-def _figures(traffic: TrafficCounters) -> tuple[TrafficCounters, int, float, float, float, float]:
-    """The counters, and what of them the driver is told."""
-    return (
-        traffic,
-        traffic.num_bytes,
-        traffic.transfer_s,
-        traffic.planning_s,
-        traffic.predicting_s,
-        traffic.host_s,
-    )
-
-
 def _never() -> bool:
     return False
-
-
-class LayerWork(Protocol):
-    """One layer's routed experts, as they are computed bit by bit."""
-
-    def demand(self) -> list[tuple[int, int]]:
-        """Returns experts and how many tokens chose each, ascending by expert."""
-
-    def compute(self, experts: Sequence[tuple[ExpertId, int]]) -> None:
-        """Computes experts that are in these slots."""
-
-
-class SharedWork(LayerWork, Protocol):
-    """Work of which the processor may compute a part."""
-
-    def host_demand(self, experts: Sequence[ExpertId]) -> HostDemand:
-        """Describes what it computes of these experts."""
 
 
 class ExpertExecutor:
@@ -124,11 +95,7 @@ class ExpertExecutor:
         """Tells what a later layer will need; used where the driver finds it worth it."""
         self.heat: RoutingHeat | None = None
         """Counts what is routed, once somebody looks."""
-        self._seen: tuple[TrafficCounters, int, float, float, float, float] | None = None
-        """Counters, and what of them the driver knows already."""
-        self._carried: tuple[TrafficCounters, int, float, float, float, float] | None = None
-        """What a reply's counters held when it came here from another engine."""
-        self._ended_at = 0.0
+        self._account = PassAccount()
         self.host: HostExperts | None = None
         """Computes on the processor what the driver leaves to it."""
         self._for_host: list[ExpertId] = []
@@ -163,11 +130,11 @@ class ExpertExecutor:
             fused = None
         if self.phase is Phase.DRAFT:
             return self._run_draft(fused, module, layer, hidden, top_k_index, top_k_weights)
-        plan: FusedPlan | GpuPlan | _LayerPlan
+        plan: FusedPlan | GpuPlan | LayerPlan
         if fused is not None:
             plan = fused.plan(hidden, top_k_index)
         else:
-            plan = _LayerPlan(module, hidden, top_k_index, self._bind)
+            plan = LayerPlan(module, hidden, top_k_index, self._bind)
         self._serve_layer(module, layer, plan, hidden, top_k_index)
         return plan.combine(top_k_weights).to(hidden.dtype)
 
@@ -265,7 +232,7 @@ class ExpertExecutor:
             return fused.draft(layer, hidden, top_k_index, top_k_weights, self._counts[layer])
         narrow = hidden.to(torch.bfloat16)
         draft, residency = self.draft, self.driver.residency
-        plan = _LayerPlan(module, narrow, top_k_index, lambda expert, slot: draft.bound[slot])
+        plan = LayerPlan(module, narrow, top_k_index, lambda expert, slot: draft.bound[slot])
         self.driver.lookahead.record(layer, plan.flat_experts)
         chosen = [ExpertId(layer, expert) for expert in plan.experts]
         if isinstance(draft, DraftArena):
@@ -295,7 +262,11 @@ class ExpertExecutor:
             if self._for_host:
                 self._begin_on_host(module, plan)
             if self.predictor is not None and driver.is_prediction_wanted:
-                self._stage_predicted(layer, hidden, top_k_index)
+                started = time.perf_counter()
+                ahead = ask_ahead(self.predictor, driver, self.phase, layer, hidden, top_k_index)
+                if ahead:
+                    self.obey(ahead)
+                self._traffic().predicting_s += time.perf_counter() - started
             if not is_open:  # Nothing of this layer moves meanwhile, so nothing is pinned.
                 if driver.is_staging:
                     self.collect(self.transfer.poll())
@@ -327,54 +298,15 @@ class ExpertExecutor:
             self.collect(self.transfer.poll())
         self._traffic().host_s += host.place()
 
-    def _stage_predicted(self, layer: int, hidden: torch.Tensor, top_k_index: torch.Tensor) -> None:
-        """Fetches what the predictor expects in later layers."""
-        started = time.perf_counter()
-        predictor = self.predictor
-        assert predictor is not None
-        question = question_for(self.phase, has_far_heads=bool(predictor.far_heads))
-        if question.is_last_token_only:
-            hidden, top_k_index = hidden[-1:], top_k_index[-1:]
-        hidden, top_k_index = hidden.cpu(), top_k_index.cpu()  # Where the heads are.
-        if question.is_far:
-            if layer in predictor.far_heads:
-                expected = predictor.predict_far(layer, hidden, MIN_FAR_PROBABILITY)
-                self.obey(self.driver.predict_far(expected))
-        else:
-            max_picks = predictor.facts.num_experts if question.is_unbounded else None
-            picks = predictor.predict(layer, hidden, top_k_index, max_picks=max_picks)
-            if picks:
-                target = layer + predictor.facts.offset
-                self.obey(self.driver.predict(target, picks, hidden.shape[0]))
-        self._traffic().predicting_s += time.perf_counter() - started
-
     def go_on_with(self, meter: ReplyMeter) -> None:
         """Counts into a reply's meter, which may have counted in another engine before."""
         self.meter = meter
-        self._carried = _figures(meter.decode)
+        self._account.carry(meter.decode)
 
     def end_pass(self, num_tokens: int) -> None:
         """A target pass is over, on which the text goes on by `num_tokens`."""
-        traffic = self._traffic()
-        is_same_reply = self._seen is not None and self._seen[0] is traffic
-        if not is_same_reply:
-            is_carried = self._carried is not None and self._carried[0] is traffic
-            self._seen = self._carried if is_carried else (traffic, 0, 0.0, 0.0, 0.0, 0.0)
-        _, num_bytes, transfer_s, planning_s, predicting_s, host_s = self._seen
-        self._seen = _figures(traffic)
-        now = time.perf_counter()
-        round_s = now - self._ended_at if is_same_reply and num_tokens else 0.0
-        self._ended_at = now
-        actions = self.driver.end_pass(
-            num_tokens,
-            traffic.num_bytes - num_bytes,
-            traffic.transfer_s - transfer_s,
-            traffic.planning_s - planning_s,
-            traffic.predicting_s - predicting_s,
-            round_s,
-            traffic.host_s - host_s,
-        )
-        self.obey(actions)
+        took = self._account.close(self._traffic(), num_tokens, time.perf_counter())
+        self.obey(self.driver.end_pass(num_tokens, *took))
 
     def _await_some(self) -> list[tuple[ExpertId, int]]:
         """Waits for a record. Returns experts that can be computed now."""
@@ -463,83 +395,3 @@ class ExpertExecutor:
 
     def _traffic(self) -> TrafficCounters:
         return self.meter.prefill if self.phase is Phase.PREFILL else self.meter.decode
-
-
-class _LayerPlan:
-    """Tokens of one layer sorted by expert: each expert's rows are one span."""
-
-    __slots__ = (
-        "_bind",
-        "_module",
-        "_outputs",
-        "_perm",
-        "_rows",
-        "experts",
-        "flat_experts",
-        "spans",
-        "top_k",
-    )
-
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        hidden: torch.Tensor,
-        top_k_index: torch.Tensor,
-        bind: Callable[[ExpertId, int], BoundExpert],
-    ) -> None:
-        num_tokens, self.top_k = top_k_index.shape
-        self._module = module
-        self._bind = bind
-        self._outputs: torch.Tensor | None = None
-        self.spans: dict[int, tuple[int, int]] = {}
-        if num_tokens == 1:
-            self.flat_experts: list[int] = top_k_index[0].tolist()
-            self._perm = None
-            self._rows = hidden
-            for row, expert in enumerate(self.flat_experts):
-                self.spans[expert] = (row, row + 1)
-            self.experts = sorted(self.spans)
-            return
-        flat = top_k_index.reshape(-1)
-        ordered, self._perm = torch.sort(flat, stable=True)
-        self._rows = hidden[self._perm // self.top_k]
-        self.flat_experts = ordered.tolist()
-        start = 0
-        for row in range(1, len(self.flat_experts) + 1):
-            if row == len(self.flat_experts) or self.flat_experts[row] != self.flat_experts[start]:
-                self.spans[self.flat_experts[start]] = (start, row)
-                start = row
-        self.experts = sorted(self.spans)
-
-    def demand(self) -> list[tuple[int, int]]:
-        """Experts and how many tokens chose each, ascending by expert."""
-        return [(e, self.spans[e][1] - self.spans[e][0]) for e in self.experts]
-
-    def begin_with_zeros(self) -> None:
-        """Lets experts that are not computed add nothing."""
-        self._outputs = self._rows.new_zeros((len(self.flat_experts), self._rows.shape[-1]))
-
-    def compute(self, experts: Sequence[tuple[ExpertId, int]]) -> None:
-        """Runs experts that are in their slots and puts the results at their places."""
-        for expert, slot in experts:
-            self._compute_one(expert.expert, self._bind(expert, slot))
-
-    def _compute_one(self, expert: int, weights: BoundExpert) -> None:
-        start, stop = self.spans[expert]
-        rows = self._rows if self._perm is None else self._rows[start:stop]
-        result = expert_output(self._module, rows, weights)
-        if self._outputs is None:
-            num_rows = len(self.flat_experts)
-            self._outputs = result.new_empty((num_rows, result.shape[-1]))
-        self._outputs[start:stop] = result
-
-    def combine(self, top_k_weights: torch.Tensor) -> torch.Tensor:
-        """Weights the outputs, sums over top-k in the router's order. Returns `[T, C]`."""
-        outputs = self._outputs
-        assert outputs is not None
-        if self._perm is not None:
-            inverse = torch.empty_like(self._perm)
-            inverse[self._perm] = torch.arange(len(self.flat_experts), device=inverse.device)
-            outputs = outputs[inverse]
-        weighted = outputs.view(-1, self.top_k, outputs.shape[-1]) * top_k_weights.unsqueeze(-1)
-        return weighted.sum(dim=1)

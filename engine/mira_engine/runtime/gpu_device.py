@@ -1,8 +1,7 @@
 """The device of a model on a graphics card: slots and draft there, records in host memory.
 
 Built once from a memory plan, as `mira_engine.runtime.device` does for a machine without a
-card. Host memory takes as many records as it may, pinned as far as the system allows; the
-rest stays on the disk and passes through a ring of buffers.
+card. How host memory is filled is in `mira_engine.runtime.host_records`.
 """
 
 from __future__ import annotations
@@ -10,49 +9,37 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
-from mira_kernels.weights import Int4Layout
-from torch import Tensor, nn
+from torch import nn
 
-from ..checkpoint.formats import ExpertFormat, make_format
-from ..checkpoint.store import ExpertStore
-from ..config import EngineConfig, format_bytes
-from ..errors import ConfigError, check_cancelled
+from ..checkpoint.formats import ExpertFormat
+from ..checkpoint.store import ExpertStore, StoreManifest
+from ..config import EngineConfig
+from ..errors import ConfigError
 from ..events import MemoryPlan
 from ..model.loader import TORCH_DTYPES
 from ..policy.host_misses import HostSetup
-from ..system_memory import system_memory
 from ..types import (
     CompileMode,
     ComputeDtype,
     DraftDense,
     DraftExperts,
-    ExpertId,
-    Plane,
     Precision,
 )
-from .cards import dtype_on, has_triton, look_at_limits, triton_hint
+from .card_facts import triton_hint
+from .cards import dtype_on, has_triton
 from .cuda_transfer import CudaTransfer
-from .disk import cannot_open, open_for_records, read_exactly
 from .gpu_experts import GpuArena, GpuDraft, GpuExperts, GpuForm, GpuSlotDraft, gpu_form
 from .graphs import CudaGraphs, Graphs
 from .host_experts import HostExperts, measure_host
-from .host_memory import Allocate, PinnedSource, RingSource, allocate_chunks, pageable, pinned
+from .host_memory import Allocate, PinnedSource, pinned
+from .host_records import RecordReader, Tell, card_format, host_source
 from .host_system import look_at_host
 from .slots import slot_planes
 from .spill import CODE as SPILLED
 from .spill import SpillWatch, make_watch
 from .streams import CudaQueues, Queues
-
-HOST_SHARE = 0.8
-"""Of the free host memory, what records may take: the system needs some for itself."""
-
-NUM_RING_BUFFERS = 8
-_ALIGNMENT = 4096
-
-Tell = Callable[[str, str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,38 +203,21 @@ def make_gpu_device(
         CancelledError: `is_cancelled` said so.
         StoreError: A record cannot be read.
     """
-    manifest, device = target.manifest, handle.device
-    if config.link.latency_s:
-        tell("no-latency", "A card's link is held to a rate only: the latency is left out.")
-    if plan.draft_dense is not DraftDense.TARGET and plan.num_draft_tokens:
-        tell("draft-dense", "On a card the draft multiplies as the target does.")
-    if handle.graphs is None or config.compile_mode is CompileMode.OFF:
-        tell("uncompiled", "On this card steps are not captured: they run module by module.")
-    fmt = _card_format(target)
-    if fmt is not target.format:
-        tell(
-            "other-layout",
-            "The store is laid out for this processor; records are laid out anew as they are read.",
-        )
-    draft: GpuDraft | GpuSlotDraft | None = None
-    is_resident = plan.num_draft_tokens > 0 and plan.draft_experts is DraftExperts.ALL
-    if is_resident:
-        plane = draft_source.format.draft_plane
-        assert plane is not None
-        draft = GpuDraft(
-            _card_format(draft_source),
-            plane,
-            manifest.num_layers,
-            manifest.num_experts,
-            _Reader(draft_source, config, is_cancelled),
-            device,
-        )
-    elif plan.num_draft_tokens:
-        draft = GpuSlotDraft()
+    _tell_differences(handle, plan, config, target, tell)
+    fmt, manifest = card_format(target), target.manifest
+    draft = _make_draft(plan, draft_source, manifest, handle.device, is_cancelled)
+    is_resident = draft is not None and not draft.is_in_slots
     planes = slot_planes(fmt, has_draft=is_resident)
-    slots = GpuArena(plan.num_slots, planes, fmt, device)
+    slots = GpuArena(plan.num_slots, planes, fmt, handle.device)
     spill = _watched(handle, slots, draft, tell)
-    source = _host_source(handle, slots, config, target, is_cancelled, tell)
+    source = host_source(
+        handle.allocate,
+        slots.plane_bytes,
+        config,
+        target,
+        is_cancelled=is_cancelled,
+        tell=tell,
+    )
     try:
         transfer = CudaTransfer(
             handle.queues, source, slots.records, bytes_per_s=config.link.bytes_per_s
@@ -260,7 +230,7 @@ def make_gpu_device(
             num_layers=manifest.num_layers,
             num_experts=manifest.num_experts,
             draft=draft,
-            device=device,
+            device=handle.device,
         )
     except BaseException:
         source.close()
@@ -272,7 +242,60 @@ def make_gpu_device(
     is_whole = slots.planes == fmt.planes
     if config.is_deterministic or not is_whole or config.arithmetic is ComputeDtype.FLOAT16:
         return gpu
-    host = HostExperts(fmt, source.held, handle.queues, handle.allocate, device)
+    return _with_host(gpu, fmt, source, config, module, is_cancelled)
+
+
+def _tell_differences(
+    handle: GpuHandle, plan: MemoryPlan, config: EngineConfig, target: ExpertStore, tell: Tell
+) -> None:
+    """Tells what of the configuration and of the store is otherwise on a card."""
+    if config.link.latency_s:
+        tell("no-latency", "A card's link is held to a rate only: the latency is left out.")
+    if plan.draft_dense is not DraftDense.TARGET and plan.num_draft_tokens:
+        tell("draft-dense", "On a card the draft multiplies as the target does.")
+    if handle.graphs is None or config.compile_mode is CompileMode.OFF:
+        tell("uncompiled", "On this card steps are not captured: they run module by module.")
+    if card_format(target) is not target.format:
+        tell(
+            "other-layout",
+            "The store is laid out for this processor; records are laid out anew as they are read.",
+        )
+
+
+def _make_draft(
+    plan: MemoryPlan,
+    source: ExpertStore,
+    manifest: StoreManifest,
+    device: torch.device,
+    is_cancelled: Callable[[], bool],
+) -> GpuDraft | GpuSlotDraft | None:
+    if not plan.num_draft_tokens:
+        return None
+    if plan.draft_experts is not DraftExperts.ALL:
+        return GpuSlotDraft()
+    plane = source.format.draft_plane
+    assert plane is not None
+    return GpuDraft(
+        card_format(source),
+        plane,
+        manifest.num_layers,
+        manifest.num_experts,
+        RecordReader(source, is_cancelled),
+        device,
+    )
+
+
+def _with_host(
+    gpu: GpuDevice,
+    fmt: ExpertFormat,
+    source: PinnedSource,
+    config: EngineConfig,
+    module: nn.Module,
+    is_cancelled: Callable[[], bool],
+) -> GpuDevice:
+    """Adds the processor, which computes misses from what host memory holds, and times it."""
+    handle, transfer = gpu.handle, gpu.transfer
+    host = HostExperts(fmt, source.held, handle.queues, handle.allocate, handle.device)
     dtype = TORCH_DTYPES[config.arithmetic]
     try:
         setup = measure_host(
@@ -296,132 +319,3 @@ def _watched(
     if watch is not None and (found := watch.look_at_all()) is not None:
         tell(SPILLED, found.text)
     return watch
-
-
-def _card_format(store: ExpertStore) -> ExpertFormat:
-    """The store's format in the layout that kernels on a card read."""
-    fmt = store.format
-    if fmt.block_rows == 1:
-        return fmt
-    return make_format(fmt.precision, fmt.shape, layout=Int4Layout.ROWS.value)
-
-
-class _Reader:
-    """Reads one record after another from a store, in the card's layout, to where it is wanted."""
-
-    def __init__(
-        self, store: ExpertStore, config: EngineConfig, is_cancelled: Callable[[], bool]
-    ) -> None:
-        self._store = store
-        self._is_cancelled = is_cancelled
-        self._layer = -1
-        self._format = _card_format(store)
-
-    def __call__(self, expert: ExpertId, plane: Plane, target: Tensor) -> None:
-        if expert.layer != self._layer:
-            self._layer = expert.layer
-            check_cancelled(self._is_cancelled)
-        path, offset, num_bytes = self._store.record_location(expert.layer, plane, expert.expert)
-        is_other = self._format is not self._store.format
-        is_host = target.device.type == "cpu" and not is_other
-        buffer = target if is_host else pageable(num_bytes)
-        try:
-            fd, _ = open_for_records(Path(path), is_direct=False)
-        except OSError as error:
-            raise cannot_open(Path(path), error.strerror) from error
-        try:
-            read_exactly(fd, memoryview(buffer.numpy()), offset, Path(path))
-        finally:
-            os.close(fd)
-        if is_other:
-            buffer = self._format.repack(plane, buffer, self._store.format)
-        if not is_host:
-            target.copy_(buffer)
-
-
-def _host_source(
-    handle: GpuHandle,
-    slots: GpuArena,
-    config: EngineConfig,
-    target: ExpertStore,
-    is_cancelled: Callable[[], bool],
-    tell: Tell,
-) -> PinnedSource:
-    manifest = target.manifest
-    experts = [
-        ExpertId(layer, expert)
-        for layer in range(manifest.num_layers)
-        for expert in range(manifest.num_experts)
-    ]
-    record_bytes = sum(slots.plane_bytes.values())
-    wanted = len(experts) * record_bytes
-    # A container that is full is killed: pinned memory cannot be taken from it again.
-    free = int(HOST_SHARE * system_memory().available_bytes)
-    room = min(wanted, free // record_bytes * record_bytes)
-    chunks = allocate_chunks(room, record_bytes, handle.allocate)
-    held = sum(chunk.numel() for chunk in chunks)
-    if held < room:
-        tell(
-            "pinned-memory",
-            f"Only {format_bytes(held)} of {format_bytes(room)} could be pinned; the rest is "
-            f"copied from ordinary memory, more slowly.{_pin_limit(room)}",
-        )
-        chunks += allocate_chunks(room - held, record_bytes, pageable)
-        held = sum(chunk.numel() for chunk in chunks)
-    below = None
-    if held < wanted:
-        tell(
-            "host-memory",
-            f"Host memory holds {format_bytes(held)} of {format_bytes(wanted)} of experts; the "
-            "others come from the disk.",
-        )
-        below = _ring(handle, slots, config, target)
-    load = _Reader(target, config, is_cancelled)
-    try:
-        return PinnedSource(chunks, experts, slots.plane_bytes, load, below)
-    except BaseException:
-        if below is not None:
-            below.close()
-        raise
-
-
-def _pin_limit(wanted_bytes: int) -> str:
-    """What the system says of pinned memory, where that explains that there was too little."""
-    if look_at_host().kind.is_wddm:
-        return " Windows lets a program pin about half of the computer's memory."
-    locked = look_at_limits().locked_bytes
-    if locked is None or locked >= wanted_bytes:
-        return ""
-    return f" A process may lock {format_bytes(locked)} here: ulimit -l unlimited lifts that."
-
-
-def _never() -> bool:
-    return False
-
-
-def _ring(
-    handle: GpuHandle, slots: GpuArena, config: EngineConfig, target: ExpertStore
-) -> RingSource:
-    def locate(expert: ExpertId, plane: Plane) -> tuple[Path, int, int]:
-        return target.record_location(expert.layer, plane, expert.expert)
-
-    record_bytes = sum(slots.plane_bytes.values())
-    buffers = [_aligned(handle.allocate, record_bytes) for _ in range(NUM_RING_BUFFERS)]
-    return RingSource(
-        locate,
-        slots.plane_bytes,
-        buffers,
-        num_threads=config.num_reader_threads,
-        is_direct=config.is_direct_io,
-        read=None if _card_format(target) is target.format else _Reader(target, config, _never),
-    )
-
-
-def _aligned(allocate: Allocate, num_bytes: int) -> Tensor:
-    """Takes host memory that begins on a page, as direct reads ask for."""
-    try:
-        whole = allocate(num_bytes + _ALIGNMENT)
-    except (RuntimeError, MemoryError):
-        whole = pageable(num_bytes + _ALIGNMENT)
-    start = -whole.data_ptr() % _ALIGNMENT
-    return whole[start : start + num_bytes]
