@@ -15,8 +15,9 @@ import tempfile
 from pathlib import Path
 
 import triton
-from mira_kernels import triton_experts as kernels
-from mira_kernels.triton_experts import Between, Stored, layer_constants
+from mira_kernels import triton_kernels as kernels
+from mira_kernels.gpu_layer import Between, Stored
+from mira_kernels.tiles import layer_constants
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 

@@ -8,16 +8,10 @@ from mira_engine.types import Plane, Precision
 
 pytest.importorskip("triton", reason="triton has no wheel for this system")
 
-from mira_kernels import triton_experts as kernels
-from mira_kernels.triton_experts import (
-    Between,
-    LayerExperts,
-    Stored,
-    combine,
-    draft_layer,
-    expert_outputs,
-    group_by_expert,
-)
+from mira_kernels.assignments import group_by_expert
+from mira_kernels.gpu_layer import Between, LayerExperts, Stored
+from mira_kernels.tiles import BLOCK_M
+from mira_kernels.triton_experts import combine, draft_layer, expert_outputs
 from random_experts import NUM_EXPERTS, STORED, Layer, hidden_states, routing, worst_error
 
 PRECISIONS = tuple(STORED)
@@ -108,7 +102,7 @@ def test_assignments_of_experts_in_no_slot_are_counted_once_each() -> None:
     expert_outputs(hidden, layer.experts, group_by_expert(chosen, NUM_EXPERTS), misses=misses)
 
     num_missing = int(torch.isin(chosen, torch.tensor([1, 3])).sum())
-    assert num_missing > kernels.BLOCK_M, "more than a tile of rows"
+    assert num_missing > BLOCK_M, "more than a tile of rows"
     assert misses.tolist() == [5 + num_missing]
 
 
@@ -121,7 +115,7 @@ def test_grouping_covers_every_row_once_where_experts_are_empty_and_full() -> No
     for expert, start in zip(rows.block_expert.tolist(), rows.block_start.tolist(), strict=True):
         if expert < 0:
             continue
-        stop = min(start + kernels.BLOCK_M, int(rows.expert_stop[expert]))
+        stop = min(start + BLOCK_M, int(rows.expert_stop[expert]))
         assert start < stop
         mine = rows.order[start:stop].tolist()
         assert all(chosen.reshape(-1)[row] == expert for row in mine)

@@ -40,7 +40,8 @@ from ..trace import TraceRecorder
 from ..types import ExpertId, Phase, ServedBy
 from .expert_map import RoutingHeat
 from .fused import FusedExperts, FusedPlan
-from .gpu_experts import GpuDraft, GpuExperts, GpuPlan, GpuSlotDraft
+from .gpu_experts import GpuExperts, GpuPlan
+from .gpu_records import GpuDraft, GpuSlotDraft
 from .host_experts import HostDemand, HostExperts
 from .module_expert import expert_output
 from .slots import DraftArena, SlotDraft

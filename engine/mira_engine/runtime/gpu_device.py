@@ -36,7 +36,9 @@ from ..types import (
 from .cards import dtype_on, has_triton, look_at_limits, triton_hint
 from .cuda_transfer import CudaTransfer
 from .disk import cannot_open, open_for_records, read_exactly
-from .gpu_experts import GpuArena, GpuDraft, GpuExperts, GpuForm, GpuSlotDraft, gpu_form
+from .gpu_experts import GpuExperts
+from .gpu_form import GpuForm, gpu_form
+from .gpu_records import GpuArena, GpuDraft, GpuSlotDraft
 from .graphs import CudaGraphs, Graphs
 from .host_experts import HostExperts, measure_host
 from .host_memory import Allocate, PinnedSource, RingSource, allocate_chunks, pageable, pinned
