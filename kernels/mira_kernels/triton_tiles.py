@@ -75,7 +75,10 @@ def tile_product(
             at = x + x_rows[:, None] * num_inputs + columns[None, :]
             even = tl.load(at, mask=is_row[:, None], other=0.0)
             odd = tl.load(at + 1, mask=is_row[:, None], other=0.0)
-            place = out_rows[:, None] * (num_inputs // 2) + (start // 2 + half)[None, :]
+            # A group has 32 inputs or more. From `num_inputs` alone the compiler knows a multiple
+            # of 8, and copies 8 bytes where it could copy 16.
+            row_bytes = tl.multiple_of(num_inputs // 2, 16)
+            place = out_rows[:, None] * row_bytes + (start // 2 + half)[None, :]
             pair = tl.load(bytes8 + code_at + place, mask=is_out[:, None], other=0x88)
             left = (pair & 15).to(tl.int32) - 8
             right = (pair >> 4).to(tl.int32) - 8
