@@ -45,7 +45,8 @@ def expert_outputs(
         hidden: `[T, C]`, bfloat16 (float32 and float16 are taken too).
         experts: The layer's.
         rows: From `group_by_expert`.
-        inner: `[T * k, R]` in the dtype of `hidden`, written over; `None` takes new memory.
+        inner: `[T * k, R]` in the dtype of `hidden`, of which rows of experts in slots are
+            written; `None` takes new memory.
         result: `[T * k, C]`, of which rows of experts in slots are written; `None` takes
             new memory, zero elsewhere.
         misses: int32 `[1]`, to which the assignments without a slot are added; `None` counts
@@ -114,7 +115,7 @@ def draft_layer(
         top_k_weights: `[T, k]`.
         counts: int32 `[num_experts]`, the Expert Lookahead Buffer's row of this layer; one is
             added for every assignment.
-        inner: `[T * k, R]` in the dtype of `hidden`, written over.
+        inner: `[T * k, R]` in the dtype of `hidden`; rows of experts in slots are written.
         result: `[T, C]`, written over.
 
     Returns:

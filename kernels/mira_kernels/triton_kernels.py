@@ -57,6 +57,7 @@ def up_kernel(
 ):
     """First matrix and what follows it, one tile of rows by one of units.
 
+    Rows of experts in no slot are left as they are: the second matrix does not read them.
     Direct: each tile is one assignment, `block_expert` its expert and `block_start` the
     lookahead counters.
     """
@@ -75,18 +76,15 @@ def up_kernel(
         at = tl.load(block_start + block) + lane
         is_row = at < tl.load(expert_stop + expert)
         row = tl.load(order + at, mask=is_row, other=0)
-    units = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_unit = units < num_units
-    to = inner + row.to(tl.int64)[:, None] * num_units + units[None, :]
-    is_out = is_row[:, None] & is_unit[None, :]
     slot = tl.load(table + expert).to(tl.int64)
     low_slot = tl.load(low_table + expert).to(tl.int64)
     if slot < 0 or low_slot < 0:
         if HAS_MISSES:  # noqa: SIM102 - as above
             if tl.program_id(1) == 0:
                 tl.atomic_add(misses, tl.sum(is_row.to(tl.int32), 0))
-        tl.store(to, tl.zeros([BLOCK_M, BLOCK_N], inner.dtype.element_ty), mask=is_out)
         return
+    units = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_unit = units < num_units
     code_at, scale_at, low_at, bias_at = in_slot(
         slot, low_slot, record_bytes, low_record_bytes, code_at, scale_at, low_at, bias_at,
         STORED, IS_BIAS_FLOAT32,
@@ -118,7 +116,8 @@ def up_kernel(
         bias = load_bias(values16, values32, bias_at, gate_rows, is_unit, IS_BIAS_FLOAT32)
         gate += bias[None, :]
     value = apply_between(gate, up, limit, alpha, BETWEEN) * scale[None, :]
-    tl.store(to, value.to(inner.dtype.element_ty), mask=is_out)
+    to = inner + row.to(tl.int64)[:, None] * num_units + units[None, :]
+    tl.store(to, value.to(inner.dtype.element_ty), mask=is_row[:, None] & is_unit[None, :])
 
 
 @triton.jit

@@ -126,14 +126,14 @@ class GpuExperts:
         return [[e for e, n in enumerate(row) if n] for row in self._counts.tolist()]
 
     def room(self, purpose: str, rows: int, width: int, dtype: torch.dtype) -> Tensor:
-        """Returns zeroed `[rows, width]` of device memory that a purpose uses again and again."""
+        """Returns `[rows, width]` of memory that a purpose uses again and again, as it was left."""
         size = rows * width
         buffer = self._buffers.get((purpose, dtype))
         if buffer is None or buffer.numel() < size:
             with torch.inference_mode(False):
                 buffer = torch.empty(size, dtype=dtype, device=self._device)
             self._buffers[purpose, dtype] = buffer
-        return buffer[:size].view(rows, width).zero_()
+        return buffer[:size].view(rows, width)
 
     def free_temporaries(self) -> None:
         """Gives back what `room` has kept."""
@@ -306,7 +306,7 @@ class GpuPlan:
         self._hidden = hidden.contiguous()
         self._rows = group_by_expert(index, experts._num_experts)
         width = experts._fmt.shape.hidden_size
-        self._out = experts.room("out", self._rows.num_rows, width, hidden.dtype)
+        self._out = experts.room("out", self._rows.num_rows, width, hidden.dtype).zero_()
         self._index = index
 
     @cached_property
