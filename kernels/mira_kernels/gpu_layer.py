@@ -98,5 +98,8 @@ class LayerExperts:
         grouped = self.stored in (Stored.INT4, Stored.NESTED)
         if grouped and (self.group_size < 32 or self.group_size & (self.group_size - 1)):
             raise ValueError(f"groups of {self.group_size} inputs: 32, 64 or 128 are taken")
+        widths = (self.hidden_size, self.intermediate_size)
+        if grouped and any(width % self.group_size for width in widths):
+            raise ValueError(f"groups of {self.group_size} inputs do not fill rows of {widths}")
         if self.main.record_bytes % 4:
             raise ValueError("records need a size that is a multiple of 4 bytes")

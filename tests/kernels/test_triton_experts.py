@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from mira_engine.types import Plane, Precision
@@ -94,6 +96,20 @@ def test_outputs_of_experts_in_no_slot_are_zero_and_the_others_right() -> None:
     assert worst_error(found, layer.outputs(hidden, chosen)) < 1e-5
 
 
+def test_outputs_do_not_depend_on_what_the_memory_between_held() -> None:
+    layer = Layer(Precision.NESTED, missing=(1, 3))
+    hidden, chosen = hidden_states(6, 96), routing(6)
+    rows = group_by_expert(chosen, NUM_EXPERTS)
+    is_missing = torch.isin(chosen.reshape(-1), torch.tensor([1, 3]))
+    inner = torch.full((12, 64), torch.nan)
+
+    found = expert_outputs(hidden, layer.experts, rows, inner=inner)
+
+    assert torch.equal(found, expert_outputs(hidden, layer.experts, rows))
+    assert torch.equal(inner.isnan().all(dim=1), is_missing), "no work for experts in no slot"
+    assert inner[~is_missing].isfinite().all()
+
+
 def test_assignments_of_experts_in_no_slot_are_counted_once_each() -> None:
     layer = Layer(Precision.INT8, missing=(1, 3))
     hidden, chosen = hidden_states(40, 96), routing(40)
@@ -146,6 +162,13 @@ def test_draft_layer_is_the_weighted_sum_and_counts_what_was_routed(num_tokens: 
     assert worst_error(result, (truth * weights.double()[:, :, None]).sum(1)) < 1e-5
     expected = 1 + torch.bincount(chosen.reshape(-1), minlength=NUM_EXPERTS)
     assert counts.tolist() == expected.tolist()
+
+
+def test_layer_whose_rows_end_within_a_group_is_refused() -> None:
+    whole = Layer(Precision.INT4).experts
+
+    with pytest.raises(ValueError, match="do not fill"):
+        dataclasses.replace(whole, intermediate_size=48)
 
 
 def test_layer_without_its_low_plane_is_refused() -> None:
