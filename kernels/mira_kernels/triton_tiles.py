@@ -86,13 +86,14 @@ def tile_product(
                 pair = tl.load(low8 + low_at + place, mask=is_out[:, None], other=0x88)
                 left = 16 * left + (pair & 15).to(tl.int32) - 8
                 right = 16 * right + (pair >> 4).to(tl.int32) - 8
-            part = _dot(even, left)
-            part += _dot(odd, right)
+            # Asked for before the products, which take their time; behind them sm_80 spills.
             scale = tl.load(
                 values16 + scale_at + out_rows * (num_inputs // GROUP) + start // GROUP,
                 mask=is_out,
                 other=0.0,
             ).to(tl.float32)
+            part = _dot(even, left)
+            part += _dot(odd, right)
             if STORED == 3:
                 scale = scale * 0.0625
             total += part * scale[None, :]

@@ -17,7 +17,7 @@ MAX_REGISTERS = 232
 multiprocessor with it."""
 
 MAX_ALIGNED_REGISTERS = 128
-"""As launched; the most today is 90 (triton 3.9), and four blocks share a multiprocessor."""
+"""As launched; the most today is 113 (triton 3.9), and four blocks share a multiprocessor."""
 
 ARCHITECTURES = {"80", "86", "89", "90", "120"}
 
