@@ -10,7 +10,8 @@ from __future__ import annotations
 import pytest
 import torch
 from mira_kernels import reference, triton_experts
-from mira_kernels.triton_experts import Assignments, Between, LayerExperts, PlaneArena, Stored
+from mira_kernels.assignments import Assignments
+from mira_kernels.gpu_layer import Between, LayerExperts, PlaneArena, Stored
 from mira_kernels.weights import DenseWeight, Int4Layout, Int4Weight, NestedWeight, Weight
 from torch import Tensor
 

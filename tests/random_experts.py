@@ -6,7 +6,7 @@ import torch
 from mira_engine.checkpoint.expert import ExpertFormat, ExpertTensors
 from mira_engine.checkpoint.formats import make_format
 from mira_engine.types import ExpertShape, Plane, Precision
-from mira_kernels.triton_experts import Between, LayerExperts, PlaneArena, Stored
+from mira_kernels.gpu_layer import Between, LayerExperts, PlaneArena, Stored
 from torch import Tensor
 
 STORED = {

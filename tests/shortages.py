@@ -30,7 +30,8 @@ from mira_engine.runtime.cuda_transfer import CudaTransfer
 from mira_engine.runtime.disk import DiskTransfer
 from mira_engine.runtime.executor import ExpertExecutor
 from mira_engine.runtime.gpu_device import GpuHandle
-from mira_engine.runtime.gpu_experts import GpuArena, GpuDraft, GpuExperts, GpuPlan
+from mira_engine.runtime.gpu_experts import GpuExperts, GpuPlan
+from mira_engine.runtime.gpu_records import GpuArena, GpuDraft
 from mira_engine.runtime.host_memory import PinnedSource, RingSource, pageable
 from mira_engine.runtime.slots import DraftArena, SlotArena
 from mira_engine.types import Phase

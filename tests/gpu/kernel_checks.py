@@ -13,16 +13,13 @@ from gpu.records import fill_random
 from gpu.sections import Deadline
 from gpu.shapes import QWEN3, card_format, gated_expert
 from mira_engine.runtime.cuda_transfer import CudaTransfer
-from mira_engine.runtime.gpu_experts import GpuArena, GpuExperts, GpuForm
+from mira_engine.runtime.gpu_experts import GpuExperts
+from mira_engine.runtime.gpu_form import GpuForm
+from mira_engine.runtime.gpu_records import GpuArena
 from mira_engine.types import ExpertId, ExpertShape, Precision
-from mira_kernels.triton_experts import (
-    Between,
-    LayerExperts,
-    combine,
-    draft_layer,
-    expert_outputs,
-    group_by_expert,
-)
+from mira_kernels.assignments import group_by_expert
+from mira_kernels.gpu_layer import Between, LayerExperts
+from mira_kernels.triton_experts import combine, draft_layer, expert_outputs
 from random_experts import NUM_EXPERTS, STORED, Layer, hidden_states, routing, worst_error
 
 NUM_TOKENS = (1, 7, 40, 200) if HAS_CARD else (7,)

@@ -39,13 +39,8 @@ from mira_engine.runtime.cuda_transfer import CudaTransfer
 from mira_engine.runtime.draft import DraftStage, DraftWindow
 from mira_engine.runtime.executor import ExpertExecutor
 from mira_engine.runtime.gpu_device import GpuDevice, GpuHandle, form_of
-from mira_engine.runtime.gpu_experts import (
-    GpuArena,
-    GpuDraft,
-    GpuExperts,
-    GpuSlotDraft,
-    never_bound,
-)
+from mira_engine.runtime.gpu_experts import GpuExperts, never_bound
+from mira_engine.runtime.gpu_records import GpuArena, GpuDraft, GpuSlotDraft
 from mira_engine.runtime.graphs import CudaGraphs, Graphs
 from mira_engine.runtime.host_memory import PinnedSource, pageable, pinned
 from mira_engine.runtime.passes import ModelPasses

@@ -11,7 +11,7 @@ from gpu.trace_routing import Routing
 from mira_engine.model.kv import StateManager
 from mira_engine.runtime.captured_model import RecordableModel, RunExperts, StepInputs
 from mira_engine.runtime.executor import ExpertExecutor
-from mira_engine.runtime.gpu_experts import GpuSlotDraft
+from mira_engine.runtime.gpu_records import GpuSlotDraft
 from mira_engine.runtime.streams import Lane
 from mira_engine.types import ExpertId, Phase
 from torch import Tensor, nn

@@ -1,6 +1,9 @@
 """Builds the Triton kernels for GPUs that need not be here, and tells what each takes.
 
 Run as a program: prints one JSON document, `{kernel: {architecture: {registers, spills}}}`.
+Nothing is said of arguments, so that these are the most. For two architectures kernels are also
+built as a launch builds them, where all but top-k is a multiple of 16: `{aligned NAME: ...}`, with
+the bytes of the narrowest copy into shared memory.
 A process of its own, because triton decides between interpreter and compiler when a kernel
 is decorated. Nothing is executed.
 """
@@ -15,14 +18,17 @@ import tempfile
 from pathlib import Path
 
 import triton
-from mira_kernels import triton_experts as kernels
-from mira_kernels.triton_experts import Between, Stored, layer_constants
+from mira_kernels import triton_kernels as kernels
+from mira_kernels.gpu_layer import Between, Stored
+from mira_kernels.tiles import layer_constants
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 ARCHITECTURES = (80, 86, 89, 90, 120)
 _ONE_ARCHITECTURE = (86,)
 """Of kernels that differ from others in a branch only."""
+_AS_LAUNCHED = (80, 86)
+"""The one that spills first, and one of the cards that are meant."""
 
 _EVERYWHERE = (
     "up/int8",
@@ -56,7 +62,9 @@ _POINTERS = {
     "limit": "fp32",
     "alpha": "fp32",
 }
+_NEVER_ALIGNED = {"limit", "alpha", "top_k"}
 _USAGE = re.compile(r"REG:(\d+).*?STACK:(\d+).*?LOCAL:(\d+)", re.DOTALL)
+_COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global [^;]*?, (0x[0-9a-f]+)")
 
 _GROUPED = {"IS_DIRECT": False, "HAS_COUNTS": False}
 
@@ -95,16 +103,24 @@ def builds() -> dict[str, tuple[object, dict[str, int]]]:
     return found
 
 
-def build(function: object, constants: dict[str, int], architecture: int) -> bytes:
-    """Compiles one kernel for one architecture. Returns the machine code."""
+def build(
+    function: object, constants: dict[str, int], architecture: int, *, is_aligned: bool = False
+) -> dict[str, object]:
+    """Compiles one kernel for one architecture. Returns its forms, from PTX to machine code."""
     names = function.arg_names
     signature = {
         name: "constexpr" if name in constants else _POINTERS.get(name, "i32") for name in names
     }
     if "draft" not in function.__name__ and constants.get("IS_DIRECT"):
         signature["block_expert"] = signature["order"] = signature["expert_stop"] = "*i64"
-    source = ASTSource(fn=function, signature=signature, constexprs=constants)
-    return triton.compile(source, target=GPUTarget("cuda", architecture, 32)).asm["cubin"]
+    aligned = [
+        (index,)
+        for index, name in enumerate(names)
+        if is_aligned and name not in constants and name not in _NEVER_ALIGNED
+    ]
+    attributes = dict.fromkeys(aligned, [["tt.divisibility", 16]])
+    source = ASTSource(function, signature, constants, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", architecture, 32)).asm
 
 
 def usage(cubin: bytes) -> dict[str, int]:
@@ -122,6 +138,11 @@ def usage(cubin: bytes) -> dict[str, int]:
     return {"registers": registers, "spills": stack + local}
 
 
+def narrowest_copy(ptx: str) -> int:
+    """Returns the bytes of the narrowest copy from memory into shared memory."""
+    return min(int(size, 16) for size in _COPY.findall(ptx))
+
+
 def main() -> None:
     """Builds for the architectures that were named, else for the usual ones; prints the table."""
     asked = [int(arg) for arg in sys.argv[1:]]
@@ -129,9 +150,16 @@ def main() -> None:
     for name, (function, constants) in builds().items():
         wanted = asked or (ARCHITECTURES if name in _EVERYWHERE else _ONE_ARCHITECTURE)
         table[name] = {
-            str(architecture): usage(build(function, constants, architecture))
+            str(architecture): usage(build(function, constants, architecture)["cubin"])
             for architecture in wanted
         }
+        if name not in _EVERYWHERE:
+            continue
+        by_architecture = table[f"aligned {name}"] = {}
+        for architecture in asked or _AS_LAUNCHED:
+            forms = build(function, constants, architecture, is_aligned=True)
+            copy = {"narrowest_copy": narrowest_copy(forms["ptx"])}
+            by_architecture[str(architecture)] = usage(forms["cubin"]) | copy
     print(json.dumps(table))
 
 

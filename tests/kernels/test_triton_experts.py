@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from mira_engine.types import Plane, Precision
 
 pytest.importorskip("triton", reason="triton has no wheel for this system")
 
-from mira_kernels import triton_experts as kernels
-from mira_kernels.triton_experts import (
-    Between,
-    LayerExperts,
-    Stored,
-    combine,
-    draft_layer,
-    expert_outputs,
-    group_by_expert,
-)
+from mira_kernels.assignments import group_by_expert
+from mira_kernels.gpu_layer import Between, LayerExperts, Stored
+from mira_kernels.tiles import BLOCK_M
+from mira_kernels.triton_experts import combine, draft_layer, expert_outputs
 from random_experts import NUM_EXPERTS, STORED, Layer, hidden_states, routing, worst_error
 
 PRECISIONS = tuple(STORED)
@@ -100,6 +96,20 @@ def test_outputs_of_experts_in_no_slot_are_zero_and_the_others_right() -> None:
     assert worst_error(found, layer.outputs(hidden, chosen)) < 1e-5
 
 
+def test_outputs_do_not_depend_on_what_the_memory_between_held() -> None:
+    layer = Layer(Precision.NESTED, missing=(1, 3))
+    hidden, chosen = hidden_states(6, 96), routing(6)
+    rows = group_by_expert(chosen, NUM_EXPERTS)
+    is_missing = torch.isin(chosen.reshape(-1), torch.tensor([1, 3]))
+    inner = torch.full((12, 64), torch.nan)
+
+    found = expert_outputs(hidden, layer.experts, rows, inner=inner)
+
+    assert torch.equal(found, expert_outputs(hidden, layer.experts, rows))
+    assert torch.equal(inner.isnan().all(dim=1), is_missing), "no work for experts in no slot"
+    assert inner[~is_missing].isfinite().all()
+
+
 def test_assignments_of_experts_in_no_slot_are_counted_once_each() -> None:
     layer = Layer(Precision.INT8, missing=(1, 3))
     hidden, chosen = hidden_states(40, 96), routing(40)
@@ -108,7 +118,7 @@ def test_assignments_of_experts_in_no_slot_are_counted_once_each() -> None:
     expert_outputs(hidden, layer.experts, group_by_expert(chosen, NUM_EXPERTS), misses=misses)
 
     num_missing = int(torch.isin(chosen, torch.tensor([1, 3])).sum())
-    assert num_missing > kernels.BLOCK_M, "more than a tile of rows"
+    assert num_missing > BLOCK_M, "more than a tile of rows"
     assert misses.tolist() == [5 + num_missing]
 
 
@@ -121,7 +131,7 @@ def test_grouping_covers_every_row_once_where_experts_are_empty_and_full() -> No
     for expert, start in zip(rows.block_expert.tolist(), rows.block_start.tolist(), strict=True):
         if expert < 0:
             continue
-        stop = min(start + kernels.BLOCK_M, int(rows.expert_stop[expert]))
+        stop = min(start + BLOCK_M, int(rows.expert_stop[expert]))
         assert start < stop
         mine = rows.order[start:stop].tolist()
         assert all(chosen.reshape(-1)[row] == expert for row in mine)
@@ -152,6 +162,13 @@ def test_draft_layer_is_the_weighted_sum_and_counts_what_was_routed(num_tokens: 
     assert worst_error(result, (truth * weights.double()[:, :, None]).sum(1)) < 1e-5
     expected = 1 + torch.bincount(chosen.reshape(-1), minlength=NUM_EXPERTS)
     assert counts.tolist() == expected.tolist()
+
+
+def test_layer_whose_rows_end_within_a_group_is_refused() -> None:
+    whole = Layer(Precision.INT4).experts
+
+    with pytest.raises(ValueError, match="do not fill"):
+        dataclasses.replace(whole, intermediate_size=48)
 
 
 def test_layer_without_its_low_plane_is_refused() -> None:

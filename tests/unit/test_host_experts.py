@@ -23,7 +23,9 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 pytest.importorskip("triton", reason="triton has no wheel for this system")
 
-from mira_kernels.triton_experts import Between, expert_outputs, group_by_expert
+from mira_kernels.assignments import group_by_expert
+from mira_kernels.gpu_layer import Between
+from mira_kernels.triton_experts import expert_outputs
 from random_experts import NUM_EXPERTS, STORED, Layer, hidden_states, routing, worst_error
 
 DEVICE = torch.device("cpu")

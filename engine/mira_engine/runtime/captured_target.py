@@ -22,9 +22,9 @@ Residency Manager; cutting the graph at the routers and repairing wrong launches
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
+from mira_kernels.assignments import Assignments, group_by_expert
 from torch import Tensor
 
 from ..policy.launching import Launch, LaunchAhead
@@ -37,9 +37,6 @@ from .gpu_experts import GpuExperts, demand_of
 from .graphs import Cut
 from .host_experts import HostDemand
 from .streams import Lane
-
-if TYPE_CHECKING:
-    from mira_kernels.triton_experts import Assignments
 
 
 class TargetStep:
@@ -104,8 +101,6 @@ class TargetStep:
 
     def end_piece(self, layer: int, hidden: Tensor, index: Tensor) -> None:
         """The last of a piece: groups the routing and brings the choice to the host."""
-        from mira_kernels.triton_experts import group_by_expert
-
         self._hidden[layer] = hidden
         self._rows[layer] = group_by_expert(index, self._experts.num_experts)
         self.places.choices[layer].copy_(index, non_blocking=True)

@@ -39,7 +39,8 @@ from ..types import ExpertId, Phase, ServedBy
 from .asking_ahead import ask_ahead
 from .expert_map import RoutingHeat
 from .fused import FusedExperts, FusedPlan
-from .gpu_experts import GpuDraft, GpuExperts, GpuPlan, GpuSlotDraft
+from .gpu_experts import GpuExperts, GpuPlan
+from .gpu_records import GpuDraft, GpuSlotDraft
 from .host_experts import HostExperts
 from .layer_work import LayerPlan, LayerWork, SharedWork
 from .pass_account import PassAccount

@@ -30,7 +30,9 @@ from ..types import (
 from .card_facts import triton_hint
 from .cards import dtype_on, has_triton
 from .cuda_transfer import CudaTransfer
-from .gpu_experts import GpuArena, GpuDraft, GpuExperts, GpuForm, GpuSlotDraft, gpu_form
+from .gpu_experts import GpuExperts
+from .gpu_form import GpuForm, gpu_form
+from .gpu_records import GpuArena, GpuDraft, GpuSlotDraft
 from .graphs import CudaGraphs, Graphs
 from .host_experts import HostExperts, measure_host
 from .host_memory import Allocate, PinnedSource, pinned

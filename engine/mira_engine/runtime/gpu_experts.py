@@ -1,8 +1,9 @@
-"""A layer's routed experts on a GPU: which form they have there, and the launches of a pass.
+"""A layer's routed experts on a GPU: the tables from expert to slot, and a pass's launches.
 
-Owns the device memory of slots and draft, and the tables from expert to slot that kernels
-read. Stands where `mira_engine.runtime.fused` stands on a CPU; what the executor asks of both
-is the same. Engine thread only.
+Owns the tables that kernels read, a draft's counters and what passes need for a while; the
+records are `gpu_records`'. Stands where `mira_engine.runtime.fused` stands on a CPU; what the
+executor asks of both is the same. Engine thread only. Launches are imported late: they need
+triton, and what needs none of them goes without.
 
 Source: Specter, Overlap-Oriented Parallelism Optimizer (readiness and reuse events around
 every launch); Mira, INT8 expert kernel.
@@ -11,132 +12,28 @@ every launch); Mira, INT8 expert kernel.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
-from transformers.activations import ACT2FN
-from transformers.integrations import moe
+from mira_kernels.assignments import Assignments, group_by_expert
+from mira_kernels.gpu_layer import LayerExperts, PlaneArena, Stored
+from torch import Tensor
 
 from ..checkpoint.formats import BoundExpert, ExpertFormat
 from ..policy.lookahead import ExpertLookaheadBuffer
-from ..types import ExpertId, Plane, Precision
+from ..types import ExpertId, Precision
 from .cuda_transfer import CudaTransfer
+from .gpu_form import GpuForm
+from .gpu_records import GpuArena, GpuDraft, GpuSlotDraft, plane_arena
 from .host_experts import HostDemand
 
-if TYPE_CHECKING:
-    from mira_kernels.triton_experts import Assignments, Between, LayerExperts, PlaneArena
-
-_STORED = {Precision.BF16: 0, Precision.INT8: 1, Precision.INT4: 2, Precision.NESTED: 3}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuForm:
-    """What lies between an expert's matrices, as the kernels name it.
-
-    Attributes:
-        between: The form.
-        limit: Clamp of a clamped gate.
-        alpha: Its factor.
-    """
-
-    between: Between
-    limit: float = 0.0
-    alpha: float = 0.0
-
-
-def gpu_form(module: nn.Module) -> GpuForm | None:
-    """Finds the kernels' form of an experts module; `None` where they have none."""
-    from mira_kernels.triton_experts import Between
-
-    if module.has_post_expert_norm:
-        return None
-    act = type(module.act_fn) if hasattr(module, "act_fn") else None
-    is_silu = act in (nn.SiLU, type(ACT2FN["silu"]))
-    if not module.has_gate:
-        if act is type(ACT2FN["relu2"]):
-            return GpuForm(between=Between.SQUARED_RELU)
-        return GpuForm(between=Between.SILU) if is_silu else None
-    if type(module)._apply_gate is moe._default_apply_gate:
-        if act is type(ACT2FN["gelu_pytorch_tanh"]):
-            return GpuForm(between=Between.GELU_GATE)
-        return GpuForm(between=Between.SILU_GATE) if is_silu else None
-    if type(module).__name__ == "GptOssExperts":
-        return GpuForm(between=Between.CLAMPED_GATE, limit=module.limit, alpha=module.alpha)
-    return None
-
-
-class GpuArena:
-    """Device memory for records, one allocation a plane, divided once.
-
-    Args:
-        num_records: Of each plane.
-        planes: What a record consists of.
-        fmt: Gives their sizes.
-        device: Where.
-    """
-
-    def __init__(
-        self, num_records: int, planes: Sequence[Plane], fmt: ExpertFormat, device: torch.device
-    ) -> None:
-        self.planes = tuple(planes)
-        self.plane_bytes = {plane: fmt.record_bytes(plane) for plane in planes}
-        self.num_bytes = num_records * sum(self.plane_bytes.values())
-        self.data = {
-            plane: torch.empty(num_records * size, dtype=torch.uint8, device=device)
-            for plane, size in self.plane_bytes.items()
-        }
-        self.records: list[Mapping[Plane, Tensor]] = [
-            {
-                plane: self.data[plane][index * size : (index + 1) * size]
-                for plane, size in self.plane_bytes.items()
-            }
-            for index in range(num_records)
-        ]
-
-
-class GpuDraft:
-    """The INT4 draft of every expert on the device.
-
-    Args:
-        fmt: Format of the records.
-        plane: The one that is a draft.
-        num_layers: MoE layers.
-        num_experts: Experts of each.
-        load: Fills device memory with an expert's record.
-        device: Where.
-    """
-
-    is_in_slots = False
-
-    def __init__(
-        self,
-        fmt: ExpertFormat,
-        plane: Plane,
-        num_layers: int,
-        num_experts: int,
-        load: Callable[[ExpertId, Plane, Tensor], None],
-        device: torch.device,
-    ) -> None:
-        self.format, self.plane, self.num_experts = fmt, plane, num_experts
-        self.arena = GpuArena(num_layers * num_experts, (plane,), fmt, device)
-        self.num_bytes = self.arena.num_bytes
-        for layer in range(num_layers):
-            for expert in range(num_experts):
-                record = self.arena.records[layer * num_experts + expert][plane]
-                load(ExpertId(layer, expert), plane, record)
-        positions = torch.arange(num_layers * num_experts, dtype=torch.int32, device=device)
-        self.tables = list(positions.view(num_layers, num_experts))
-
-
-class GpuSlotDraft:
-    """A draft that computes with what the slots hold, and leaves out what they do not."""
-
-    is_in_slots = True
-    num_bytes = 0
+_STORED = {
+    Precision.BF16: Stored.DENSE,
+    Precision.INT8: Stored.INT8,
+    Precision.INT4: Stored.INT4,
+    Precision.NESTED: Stored.NESTED,
+}
 
 
 class GpuExperts:
@@ -229,14 +126,14 @@ class GpuExperts:
         return [[e for e, n in enumerate(row) if n] for row in self._counts.tolist()]
 
     def room(self, purpose: str, rows: int, width: int, dtype: torch.dtype) -> Tensor:
-        """Returns zeroed `[rows, width]` of device memory that a purpose uses again and again."""
+        """Returns `[rows, width]` of memory that a purpose uses again and again, as it was left."""
         size = rows * width
         buffer = self._buffers.get((purpose, dtype))
         if buffer is None or buffer.numel() < size:
             with torch.inference_mode(False):
                 buffer = torch.empty(size, dtype=dtype, device=self._device)
             self._buffers[purpose, dtype] = buffer
-        return buffer[:size].view(rows, width).zero_()
+        return buffer[:size].view(rows, width)
 
     def free_temporaries(self) -> None:
         """Gives back what `room` has kept."""
@@ -254,7 +151,7 @@ class GpuExperts:
         planes = self._planes(table)
         if self._joins_draft:
             assert self._draft is not None
-            main = _plane_arena(
+            main = plane_arena(
                 self._draft.arena, self._draft.plane, self._draft.format, self._draft.tables[layer]
             )
             return self._described(self._fmt, main, planes[0])
@@ -354,16 +251,16 @@ class GpuExperts:
         """The experts that a draft has of a layer, and their format."""
         draft, fmt = self._draft, self._fmt
         if draft is not None:
-            arena = _plane_arena(draft.arena, draft.plane, draft.format, draft.tables[layer])
+            arena = plane_arena(draft.arena, draft.plane, draft.format, draft.tables[layer])
             return draft.format, self._described(draft.format, arena, None, is_draft=True)
         table = self._in_slots[layer]
         if fmt.draft_plane is None:
             return fmt, self._described(fmt, self._planes(table)[0], None)
-        arena = _plane_arena(self._slots, fmt.draft_plane, fmt, table)
+        arena = plane_arena(self._slots, fmt.draft_plane, fmt, table)
         return fmt, self._described(fmt, arena, None, is_draft=True)
 
     def _planes(self, table: Tensor) -> list[PlaneArena]:
-        return [_plane_arena(self._slots, plane, self._fmt, table) for plane in self._slots.planes]
+        return [plane_arena(self._slots, plane, self._fmt, table) for plane in self._slots.planes]
 
     def _described(
         self,
@@ -373,12 +270,10 @@ class GpuExperts:
         *,
         is_draft: bool = False,
     ) -> LayerExperts:
-        from mira_kernels.triton_experts import LayerExperts, Stored
-
         shape = fmt.shape
         return LayerExperts(
             # A nested expert's high plane alone is an INT4 expert.
-            stored=Stored.INT4 if is_draft else Stored(_STORED[fmt.precision]),
+            stored=Stored.INT4 if is_draft else _STORED[fmt.precision],
             between=self._form.between,
             hidden_size=shape.hidden_size,
             intermediate_size=shape.intermediate_size,
@@ -403,28 +298,15 @@ def demand_of(flat_experts: Sequence[int]) -> list[tuple[int, int]]:
     return sorted(Counter(flat_experts).items())
 
 
-def _plane_arena(arena: GpuArena, plane: Plane, fmt: ExpertFormat, table: Tensor) -> PlaneArena:
-    from mira_kernels.triton_experts import PlaneArena
-
-    return PlaneArena(
-        data=arena.data[plane],
-        record_bytes=arena.plane_bytes[plane],
-        sections=fmt.section_offsets(plane),
-        table=table,
-    )
-
-
 class GpuPlan:
     """One layer's pass: which experts, how many tokens each, their outputs."""
 
     def __init__(self, experts: GpuExperts, hidden: Tensor, index: Tensor) -> None:
-        from mira_kernels.triton_experts import group_by_expert
-
         self._experts = experts
         self._hidden = hidden.contiguous()
         self._rows = group_by_expert(index, experts._num_experts)
         width = experts._fmt.shape.hidden_size
-        self._out = experts.room("out", self._rows.num_rows, width, hidden.dtype)
+        self._out = experts.room("out", self._rows.num_rows, width, hidden.dtype).zero_()
         self._index = index
 
     @cached_property
