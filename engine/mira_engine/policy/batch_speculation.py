@@ -17,10 +17,6 @@ from collections.abc import Collection
 from .acceptance import AcceptanceRate
 from .speculation import KChoice, RoundObservation, SpeculationGovernor
 
-_EXPLORE_AFTER = 8
-"""Rounds of a new width until another K is tried. Fewer than in a conversation: what a round
-of many requests costs too much, all of them pay, and a batch has few rounds."""
-
 
 def width_of(num_requests: int) -> int:
     """Returns the least power of two that is not below `num_requests`."""
@@ -31,8 +27,8 @@ class BatchGovernor:
     """Chooses K for each round of a batch, and remembers from batch to batch.
 
     A width that comes up the first time begins with the K of the nearest known one. Where
-    none is known, one request begins as a conversation would; several begin without a
-    draft, which costs no more than a draft that does not pay.
+    none is known, one request begins as a conversation would. Several begin without a
+    draft: what drafting costs them is soon tried, and too much of it would cost them all.
 
     Args:
         candidates: K's to choose from, 0 among them.
@@ -76,7 +72,6 @@ class BatchGovernor:
             self.candidates,
             initial=initial,
             acceptance=self._acceptance,
-            explore_after=_EXPLORE_AFTER,
             origin=origin,
         )
 

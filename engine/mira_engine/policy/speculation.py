@@ -168,7 +168,6 @@ class SpeculationGovernor:
             ratios are used, for a K that has not run yet.
         acceptance: Share of drafts accepted; governors of the same drafts share it. `None`
             for one of its own.
-        explore_after: Rounds until a neighbour is first tried.
         origin: Where `initial` comes from, for the first reason.
 
     Raises:
@@ -182,7 +181,6 @@ class SpeculationGovernor:
         initial: int | None = None,
         prior_rates: Mapping[int, float] | None = None,
         acceptance: AcceptanceRate | None = None,
-        explore_after: int | None = None,
         origin: str = "the default",
     ) -> None:
         self.candidates = tuple(sorted(set(candidates)))
@@ -201,7 +199,7 @@ class SpeculationGovernor:
         self._extra_margin = 0.0
         self._trial: int | None = None
         self._trial_left = 0
-        self._explore_after = _EXPLORE_AFTER if explore_after is None else explore_after
+        self._explore_after = _EXPLORE_AFTER
         self._num_settled = 0
         """Rounds since the last trial or change."""
         self._goes_down = True
