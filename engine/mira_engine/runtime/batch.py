@@ -1,7 +1,8 @@
 """Batched decoding: several requests through the model in the same passes.
 
 All running requests draft in one pass per draft token and are verified in one pass, so an
-expert that several of them need is moved and read once. What belongs to a request stays its
+expert that several of them need is moved and read once. How many tokens a round drafts is
+asked before it, as the number of running requests falls. What belongs to a request stays its
 own: tokens, positions, entries of the cache, random numbers, acceptance, its end. Each
 request's answer is the one that it would get alone; where bfloat16 rounds by the shape of a
 pass, a near-tie can fall otherwise.
