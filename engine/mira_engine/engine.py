@@ -28,7 +28,7 @@ from .runtime.expert_map import RoutingHeat, region_rows
 from .runtime.reply_so_far import ReplySoFar
 from .runtime.requests import BatchEvent
 from .runtime.shortage import as_shortage
-from .runtime.telemetry import LiveSamples, ReplyMeter
+from .runtime.telemetry import LiveSamples
 from .several import SeveralAtOnce
 from .trace import TracedRound
 from .types import DraftExperts, FinishReason, Phase
@@ -167,18 +167,7 @@ class Engine(LoadedModel):
         limit = min(room, sampling.max_new_tokens or room)
         self._allow_host([sampling])
         sampler.rewind()
-        depth: DepthPolicy = self._fixed_depth
-        if self._is_seed_at_stake(sampling):
-            reason = "a seed was given, and the draft depends on the cache"
-            depth = FixedDepth(0, reason)
-            if self.config.num_draft_tokens:
-                self._tell_once(
-                    "seed-without-draft",
-                    f"-k {self.config.num_draft_tokens} is not used: {reason}; "
-                    "--draft-experts all drafts with a seed, too.",
-                )
-        elif self.governor is not None and (sampling.is_greedy or sampling.seed is None):
-            depth = self.governor  # A seed gives the same text only if K does not change.
+        depth: DepthPolicy = self._kept_depth([sampling]) or self.governor or self._fixed_depth
         meter.num_prompt_tokens = num_prompt
         num_cached = self.state.reuse_prefix(history)
         recorder = self.executor.recorder
@@ -217,6 +206,21 @@ class Engine(LoadedModel):
             self.executor.driver.end_reply()
             if recorder is not None and self.config.trace_path is not None:
                 recorder.write(Path(self.config.trace_path))
+
+    def _kept_depth(self, samplings: Sequence[SamplingConfig]) -> FixedDepth | None:
+        """Returns the K that replies with these keep; `None` where a governor may choose it."""
+        if any(map(self._is_seed_at_stake, samplings)):
+            reason = "a seed was given, and the draft depends on the cache"
+            if self.config.num_draft_tokens:
+                self._tell_once(
+                    "seed-without-draft",
+                    f"-k {self.config.num_draft_tokens} is not used: {reason}; "
+                    "--draft-experts all drafts with a seed, too.",
+                )
+            return FixedDepth(0, reason)
+        if self.governor is None or any(not s.is_greedy and s.seed is not None for s in samplings):
+            return self._fixed_depth  # A seed gives the same text only if K does not change.
+        return None
 
     def _is_seed_at_stake(self, sampling: SamplingConfig) -> bool:
         """Whether drafting would make the text depend on more than the seed.
@@ -278,7 +282,7 @@ class Engine(LoadedModel):
         """One target pass, with a draft before it where `num_draft` is above 0."""
         meter, recorder = self.executor.meter, self.executor.recorder
         sampler.mark()
-        before = _round_figures(meter)
+        before = meter.round_figures()
         drafted = []
         if num_draft > 0:
             drafted = self.draft_stage.run(history, num_draft, sampler, self._end_ids)
@@ -317,7 +321,7 @@ class Engine(LoadedModel):
         if self.governor is None and self.on_round is None:
             return
         draft_s, verify_s, stall_s, num_records = before
-        now = _round_figures(self.executor.meter)
+        now = self.executor.meter.round_figures()
         observation = RoundObservation(
             num_draft=num_draft,
             num_accepted=num_accepted,
@@ -345,13 +349,18 @@ class Engine(LoadedModel):
             reply=self.reply,
             begin=self._begin_several,
             tell_once=self._tell_once,
-            on_round=self._tell_fallbacks,
+            on_round=self._end_shared_round,
         )
 
-    def _begin_several(self, samplings: Sequence[SamplingConfig]) -> int:
-        """Returns K of a batch of requests, and says who computes misses: one for all of them."""
+    def _begin_several(self, samplings: Sequence[SamplingConfig]) -> FixedDepth | None:
+        """Says who computes misses, and who chooses K, of all requests of a batch."""
         self._allow_host(samplings)
-        return 0 if any(map(self._is_seed_at_stake, samplings)) else self._first_depth
+        return self._kept_depth(samplings)
+
+    def _end_shared_round(self, observation: RoundObservation) -> None:
+        if self.on_round is not None:
+            self.on_round(observation)
+        self._tell_fallbacks()
 
     def generate(
         self,
@@ -396,9 +405,3 @@ class Engine(LoadedModel):
         if executor.heat is None:
             executor.heat = RoutingHeat(setup.num_layers, setup.num_experts, setup.top_k)
         return executor.heat
-
-
-def _round_figures(meter: ReplyMeter) -> tuple[float, float, float, int]:
-    """Seconds of drafting, of target passes and of stalls, and records, so far."""
-    traffic = meter.decode
-    return meter.draft_s, meter.verify_s, traffic.stall_s, traffic.num_records

@@ -138,7 +138,6 @@ class LoadedModel:
         self.profile_key = load_plan.profile_key
         self._fixed_depth = load_plan.fixed_depth()
         self.governor = load_plan.governor(self._draft_depths)
-        self._first_depth = load_plan.first_k
 
     def plan_for(self, config: EngineConfig) -> LoadPlan:
         """Plans another configuration of this model, in the memory that this one would leave.

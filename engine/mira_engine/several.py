@@ -7,11 +7,14 @@ Says whether requests share passes or are answered in turn, and gives `runtime.b
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
+from functools import partial
 
 from .config import SamplingConfig
 from .errors import MemoryShortageError
 from .loaded import LoadedModel
 from .model.batch_state import can_pad
+from .policy.batch_speculation import BatchGovernor
+from .policy.speculation import FixedDepth, RoundObservation, SpeculationGovernor
 from .runtime.batch import BatchDecoder
 from .runtime.beam import BeamResult, beam_search
 from .runtime.reply_so_far import ReplySoFar
@@ -30,9 +33,10 @@ class SeveralAtOnce:
     Args:
         loaded: The model.
         reply: Answers one prompt by itself, where a model cannot share its cache.
-        begin: Told the samplings of what begins; gives K of a batch with them.
+        begin: Told the samplings of what begins; gives the K that a batch with them keeps,
+            `None` where it chooses its own.
         tell_once: Told code and text of a fallback.
-        on_round: Called after each round of a batch.
+        on_round: Told what each round of a batch did.
     """
 
     def __init__(
@@ -40,15 +44,20 @@ class SeveralAtOnce:
         loaded: LoadedModel,
         *,
         reply: Reply,
-        begin: Callable[[Sequence[SamplingConfig]], int],
+        begin: Callable[[Sequence[SamplingConfig]], FixedDepth | None],
         tell_once: Callable[[str, str], None],
-        on_round: Callable[[], None],
+        on_round: Callable[[RoundObservation], None],
     ) -> None:
         self._loaded = loaded
         self._reply = reply
         self._begin = begin
         self._tell_once = tell_once
         self._on_round = on_round
+        self._governor: BatchGovernor | None = None
+        self._beside: SpeculationGovernor | None = None
+        """The conversation's governor, whose depths it has."""
+        self._was_native = False
+        """Whether the governor's seconds are those of native kernels."""
 
     def generate(
         self,
@@ -57,8 +66,10 @@ class SeveralAtOnce:
     ) -> Iterator[BatchEvent]:
         """Answers up to 32 prompts together, each as `reply` would alone.
 
-        The batch takes the room of the conversation's cache: the next reply reads its chat
-        again. `stats` gives the figures of all requests together. `cancel` ends them all.
+        K is chosen round by round, and what was learnt of it kept for later batches, but where
+        somebody gave it, or a request has a seed: then it stays. The batch takes the room of
+        the conversation's cache: the next reply reads its chat again. `stats` gives the figures
+        of all requests together, and K of the last round. `cancel` ends them all.
 
         Args:
             prompts: Token lists.
@@ -81,23 +92,44 @@ class SeveralAtOnce:
                 "cache, or their positions at this length, cannot be shared by a batch.",
             )
             return in_turn(requests, self._finish)
+        loaded.take_compiled()
+        kept = self._begin([request.sampling for request in requests])
+        governor = self._governor_in_force() if kept is None else None
         decoder = BatchDecoder(
             requests,
             loaded.model.config,
             loaded.plan,
-            num_draft_tokens=self._begin([request.sampling for request in requests]),
+            choose_depth=governor.choose if governor is not None else lambda _: kept.choose(),
             context_length=loaded.context_length,
             passes=loaded.passes,
             executor=loaded.executor,
             end_ids=loaded.end_ids,
             chunk_tokens=loaded.config.prefill_chunk_tokens,
             window=loaded.draft_stage.window,
-            on_round=self._on_round,
+            on_round=partial(self._end_round, governor),
         )
-        loaded.take_compiled()
         loaded.give_room_back()
         loaded.executor.meter = ReplyMeter()
         return self._together(decoder, requests)
+
+    def _end_round(self, governor: BatchGovernor | None, observation: RoundObservation) -> None:
+        if governor is not None:
+            governor.observe(observation)
+        self._on_round(observation)
+
+    def _governor_in_force(self) -> BatchGovernor:
+        """Returns the governor of batches; a new one where the conversation has a new one."""
+        loaded = self._loaded
+        assert loaded.governor is not None
+        is_native = loaded.native_path is not None and loaded.native_path.is_native
+        if self._governor is None or self._beside is not loaded.governor:
+            self._governor = BatchGovernor(
+                loaded.governor.candidates, initial=loaded.governor.current
+            )
+        elif is_native is not self._was_native:
+            self._governor.forget_costs()
+        self._beside, self._was_native = loaded.governor, is_native
+        return self._governor
 
     def _finish(self, request: Request) -> Iterator[int | tuple[int, int]]:
         """Answers a request alone, or what is left of it."""

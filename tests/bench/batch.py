@@ -1,18 +1,19 @@
 """What do several requests at once cost each other, and what do they gain together?
 
 Question: time per output token of a request (TPOT) and tokens a second of the whole batch
-at B = 1, 2, 4, 8, 16, 32 requests, plain (K = 0) and speculating (K = 4); the same for beam
-search at several widths. With how many distinct experts of a layer each pass uses, and the
-bytes that are moved for a token, which explain them.
+at B = 1, 2, 4, 8, 16, 32 requests, plain (K = 0), speculating (K = 4), and where the governor
+chooses K (auto); the same for beam search at several widths. With how many distinct experts
+of a layer each pass uses, and the bytes that are moved for a token, which explain them.
 
-Method: one process, both engines loaded on the built-in model at one memory budget, rounds
-that alternate between them and go through all sizes, medians over rounds. Requests are
-16-token prefixes, all different, greedy, ends of text ignored. TPOT is the mean over the
-requests of their time from the first token to the last, by the tokens between; throughput is
-all tokens by the time until the last request ends, prompts included. `reply` is one request
-by the ordinary loop, with compiled steps, which batches do without. Beams: transformers'
-own search on our experts, K = 0; a token's time is that of a pass over all beams. With
-`--gpu N` all of it is on that card, which then holds both engines.
+Method: one process, all engines loaded on the built-in model at one memory budget, rounds that
+alternate between them and go through all sizes, medians over rounds. What the governor learns
+it keeps from batch to batch: with one round it is seen learning. K is the mean of all rounds of
+a batch or reply. Requests are 16-token prefixes, all different, greedy, ends of text ignored.
+TPOT is the mean over the requests of their time from the first token to the last, by the tokens
+between; throughput is all tokens by the time until the last request ends, prompts included.
+`reply` is one request by the ordinary loop, with compiled steps, which batches do without.
+Beams: transformers' own search on our experts, K = 0; a token's time is that of a pass over all
+beams. With `--gpu N` all of it is on that card, which then holds all engines.
 
 Left out: detokenising, other engines. The default is a short form of the papers' shapes
 (Specter: 16 tokens in, 128 out; Mira: 64 in, 256 out); `--full` runs these.
@@ -38,6 +39,7 @@ from mira_engine.engine import Engine
 from mira_engine.library import ModelLibrary
 from mira_engine.model.chat import load_tokenizer
 from mira_engine.policy.base import Action
+from mira_engine.policy.speculation import RoundObservation
 from mira_engine.prepare import prepare
 from mira_engine.runtime.requests import RequestResult
 from mira_engine.types import CompileMode, Phase, Precision
@@ -56,13 +58,19 @@ SUBJECTS = (
 """With the openings: 32 different prefixes."""
 
 
-class RoutingCounter:
-    """Counts the distinct experts of each layer's pass after prefill, drafts left out.
+NAMES = {0: "k0", 4: "k4", None: "auto"}
+"""Of the engines, by the K that they are given."""
 
-    By what the driver is told anyway: on a card nothing more is read from there.
+
+class RoundCounter:
+    """Counts the distinct experts of each layer's pass after prefill, and the K of each round.
+
+    Drafts are left out. By what the driver is told anyway: on a card nothing more is read
+    from there.
     """
 
     def __init__(self, engine: Engine) -> None:
+        engine.on_round = self._count_round
         self._executor = engine.executor
         self._enter = engine.executor.driver.enter_layer
         self.reset()
@@ -71,6 +79,10 @@ class RoutingCounter:
     def reset(self) -> None:
         self.num_layer_passes = 0
         self.num_distinct = 0
+        self.depths: list[int] = []
+
+    def _count_round(self, observation: RoundObservation) -> None:
+        self.depths.append(observation.num_draft)
 
     def _enter_counted(self, layer: int, demand: Sequence[tuple[int, int]]) -> list[Action]:
         if self._executor.phase in (Phase.DECODE, Phase.VERIFY):
@@ -79,7 +91,7 @@ class RoutingCounter:
         return self._enter(layer, demand)
 
     @property
-    def mean(self) -> float | None:
+    def mean_experts(self) -> float | None:
         """Distinct experts of a layer in a pass; `None` before the first."""
         return self.num_distinct / self.num_layer_passes if self.num_layer_passes else None
 
@@ -93,6 +105,7 @@ class Row:
     mb_per_token: list[float] = field(default_factory=list)
     experts_a_layer: list[float] = field(default_factory=list)
     accepted: list[float] = field(default_factory=list)
+    mean_k: list[float] = field(default_factory=list)
 
     def medians(self) -> dict[str, float]:
         found = {}
@@ -113,17 +126,19 @@ def prefixes(engine: Engine, num_prompts: int, num_tokens: int) -> list[list[int
     return made
 
 
-def _add_figures(row: Row, engine: Engine, counter: RoutingCounter, num_tokens: int) -> None:
+def _add_figures(row: Row, engine: Engine, counter: RoundCounter, num_tokens: int) -> None:
     stats = engine.stats()
     row.mb_per_token.append(stats.bytes_moved / num_tokens / 1e6)
-    if counter.mean is not None:
-        row.experts_a_layer.append(counter.mean)
+    if counter.mean_experts is not None:
+        row.experts_a_layer.append(counter.mean_experts)
+    if counter.depths:
+        row.mean_k.append(statistics.mean(counter.depths))
     if stats.num_rounds:
         row.accepted.append(stats.accepted_per_round)
 
 
 def run_batch(
-    engine: Engine, counter: RoutingCounter, row: Row, prompts: Sequence[list[int]], tokens: int
+    engine: Engine, counter: RoundCounter, row: Row, prompts: Sequence[list[int]], tokens: int
 ) -> None:
     """Adds one batch's figures to the row."""
     counter.reset()
@@ -137,7 +152,7 @@ def run_batch(
 
 
 def run_reply(
-    engine: Engine, counter: RoutingCounter, row: Row, prompt: list[int], tokens: int
+    engine: Engine, counter: RoundCounter, row: Row, prompt: list[int], tokens: int
 ) -> None:
     """Adds one ordinary reply's figures to the row."""
     counter.reset()
@@ -152,7 +167,7 @@ def run_reply(
 
 
 def run_beams(
-    engine: Engine, counter: RoutingCounter, row: Row, prompt: list[int], width: int, tokens: int
+    engine: Engine, counter: RoundCounter, row: Row, prompt: list[int], width: int, tokens: int
 ) -> None:
     """Adds one beam search's figures to the row."""
     counter.reset()
@@ -164,13 +179,13 @@ def run_beams(
 
 
 def print_table(rows: dict[str, Row]) -> None:
-    head = ("", "TPOT ms", "tokens/s", "MB/token", "experts/layer", "accepted")
-    print(("{:<14}" + "{:>15}" * 5).format(*head))
+    head = ("", "TPOT ms", "tokens/s", "MB/token", "experts/layer", "accepted", "K")
+    print(("{:<14}" + "{:>15}" * 6).format(*head))
     for name, row in rows.items():
         medians = row.medians()
         cells = [medians.get(key) for key in vars(row)]
         shown = ["-" if cell is None else f"{cell:.2f}" for cell in cells]
-        print(("{:<14}" + "{:>15}" * 5).format(name, *shown))
+        print(("{:<14}" + "{:>15}" * 6).format(name, *shown))
 
 
 def main() -> None:
@@ -196,8 +211,8 @@ def main() -> None:
     home = ModelLibrary(arguments.data_dir or data_dir()).resolve("builtin")
     prepare(home, Precision.NESTED, on_progress=lambda *_: None, is_cancelled=lambda: False)
     rate = arguments.link_rate * 1e6 if arguments.link_rate else None
-    engines: dict[int, tuple[Engine, RoutingCounter]] = {}
-    for k in (0, 4):
+    engines: dict[int | None, tuple[Engine, RoundCounter]] = {}
+    for k in NAMES:
         config = EngineConfig(
             precision=Precision.NESTED,
             budget=MemoryAmount.parse(arguments.budget),
@@ -209,7 +224,7 @@ def main() -> None:
         )
         engine = Engine.load(home, config, cache_dir=arguments.cache_dir or cache_dir())
         engine._end_ids = frozenset()  # all requests have the same number of tokens
-        engines[k] = engine, RoutingCounter(engine)
+        engines[k] = engine, RoundCounter(engine)
     prompts = prefixes(engines[0][0], 32, arguments.prefix)
     beam_prompt = prefixes(engines[0][0], 1, arguments.beam_prompt)[0]
     rows: dict[str, Row] = {}
@@ -217,10 +232,10 @@ def main() -> None:
         is_warm_up = number < 0
         new = 4 if is_warm_up else tokens
         for k, pair in engines.items():
-            run_reply(*pair, rows.setdefault(f"k{k} reply", Row()), prompts[0], new)
+            run_reply(*pair, rows.setdefault(f"{NAMES[k]} reply", Row()), prompts[0], new)
         for size in arguments.sizes[:2] if is_warm_up else arguments.sizes:
             for k, pair in engines.items():
-                row = rows.setdefault(f"k{k} B={size}", Row())
+                row = rows.setdefault(f"{NAMES[k]} B={size}", Row())
                 run_batch(*pair, row, prompts[:size], new)
         for width in arguments.beams[:1] if is_warm_up else arguments.beams:
             row = rows.setdefault(f"beams {width}", Row())

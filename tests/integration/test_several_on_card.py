@@ -1,7 +1,7 @@
 """Batches and beams on a card give what one reply, or the processor, gives; without a card.
 
 Oracle of a batch: the same engine's replies one by one. Oracle of beams: the processor's, which
-`test_batch` holds to transformers. float32; every read of a slot is checked against the copies.
+`test_beams` holds to transformers. float32; every read of a slot is checked against the copies.
 The kernels are `plain_kernels`, but for one test.
 """
 

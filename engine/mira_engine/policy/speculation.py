@@ -23,12 +23,12 @@ from typing import Protocol
 
 from ..config import MAX_DRAFT_TOKENS
 from ..errors import ConfigError
+from .acceptance import AcceptanceRate
 from .averages import MovingAverage
 
 DRAFT_DEPTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32)
 """Depths worth choosing among where all of them are compiled."""
 
-_PRIOR_ACCEPTANCE = 0.7
 _PRIOR_SLOPE = 0.15
 """What one more token adds to a verification, as a share of one token's, until two depths
 have been measured. Guarded, not measured: a trial comes before any change."""
@@ -63,12 +63,15 @@ class RoundObservation:
     """What one round did.
 
     Attributes:
-        num_draft: Tokens drafted, 0 for a plain step.
-        num_accepted: Of those, accepted.
+        num_draft: Tokens drafted for each request, 0 for a plain step.
+        num_accepted: Of all of them, accepted.
         draft_s: Seconds of drafting.
         verify_s: Seconds of the target pass, `stall_s` included.
         stall_s: Seconds in which it waited for records.
         num_records: Records that landed during the round.
+        num_requests: Requests that shared the round.
+        num_judged: Draft tokens that were accepted or the first of their request to be
+            rejected; `None` for what follows from the others where one request drafted.
     """
 
     num_draft: int
@@ -77,6 +80,8 @@ class RoundObservation:
     verify_s: float
     stall_s: float
     num_records: int
+    num_requests: int = 1
+    num_judged: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +166,8 @@ class SpeculationGovernor:
         initial: K to begin with; the largest candidate where it is `None` or no candidate.
         prior_rates: Tokens per second by K, from a profile or a cost model. Only their
             ratios are used, for a K that has not run yet.
-        acceptance: Acceptance rate to begin with.
+        acceptance: Share of drafts accepted; governors of the same drafts share it. `None`
+            for one of its own.
         origin: Where `initial` comes from, for the first reason.
 
     Raises:
@@ -174,7 +180,7 @@ class SpeculationGovernor:
         *,
         initial: int | None = None,
         prior_rates: Mapping[int, float] | None = None,
-        acceptance: float = _PRIOR_ACCEPTANCE,
+        acceptance: AcceptanceRate | None = None,
         origin: str = "the default",
     ) -> None:
         self.candidates = tuple(sorted(set(candidates)))
@@ -184,10 +190,8 @@ class SpeculationGovernor:
             )
         self.current = initial if initial in self.candidates else self.candidates[-1]
         self._priors = {k: rate for k, rate in (prior_rates or {}).items() if rate > 0}
-        self._prior_acceptance = acceptance
+        self._accepted = acceptance if acceptance is not None else AcceptanceRate()
         self._origin = origin
-        self._accepted = MovingAverage(0.02)
-        self._judged = MovingAverage(0.02)
         self._draft_s = MovingAverage(0.1)
         self._costs = {k: _DepthCost() for k in self.candidates}
         self._num_rounds = 0
@@ -199,6 +203,7 @@ class SpeculationGovernor:
         self._num_settled = 0
         """Rounds since the last trial or change."""
         self._goes_down = True
+        self._num_requests = 1
         self.num_changes = 0
 
     # -- what is expected ------------------------------------------------------------------
@@ -208,13 +213,10 @@ class SpeculationGovernor:
         """Share of judged draft tokens that were accepted; what follows a rejected one is
         not judged.
         """
-        accepted, judged = self._accepted.value, self._judged.value
-        if not judged:
-            return self._prior_acceptance
-        return (accepted or 0.0) / judged
+        return self._accepted.value
 
     def expected_rate(self, num_draft_tokens: int) -> float | None:
-        """Returns tokens per second at this K, `None` while nothing is known."""
+        """Returns tokens per second at this K, of all requests; `None` while nothing is known."""
         own = self._modelled_rate(num_draft_tokens)
         if self._costs[num_draft_tokens].num_rounds:
             return own
@@ -234,7 +236,8 @@ class SpeculationGovernor:
         if draft_s is None:
             draft_s = _PRIOR_DRAFT_SHARE * (self._seconds(0, "compute_s") or verify_s)
         total_s = k * draft_s + verify_s + stall_s
-        return expected_tokens(self.acceptance, k) / total_s if total_s > 0 else None
+        num_tokens = self._num_requests * expected_tokens(self.acceptance, k)
+        return num_tokens / total_s if total_s > 0 else None
 
     def _seconds(self, k: int, what: str) -> float | None:
         cost = self._costs.get(k)
@@ -267,10 +270,12 @@ class SpeculationGovernor:
         self._num_rounds += 1
         self._extra_margin *= _MARGIN_FADE
         k = observation.num_draft
+        self._num_requests = observation.num_requests
         if k > 0:
-            is_rejected = observation.num_accepted < k
-            self._accepted.add(observation.num_accepted)
-            self._judged.add(observation.num_accepted + is_rejected)
+            num_accepted, num_judged = observation.num_accepted, observation.num_judged
+            if num_judged is None:
+                num_judged = num_accepted + (num_accepted < k)
+            self._accepted.add(num_accepted, num_judged)
             known_s = self._draft_s.value or float("inf")
             self._draft_s.add(min(observation.draft_s / k, _HICCUP * known_s))
         if k in self._costs:

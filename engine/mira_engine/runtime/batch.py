@@ -1,7 +1,8 @@
 """Batched decoding: several requests through the model in the same passes.
 
 All running requests draft in one pass per draft token and are verified in one pass, so an
-expert that several of them need is moved and read once. What belongs to a request stays its
+expert that several of them need is moved and read once. How many tokens a round drafts is
+asked before it, as the number of running requests falls. What belongs to a request stays its
 own: tokens, positions, entries of the cache, random numbers, acceptance, its end. Each
 request's answer is the one that it would get alone; where bfloat16 rounds by the shape of a
 pass, a near-tie can fall otherwise.
@@ -23,6 +24,7 @@ from ..errors import CancelledError
 from ..events import MemoryPlan
 from ..model.batch_state import BatchState
 from ..model.sampling import DraftToken
+from ..policy.speculation import KChoice, RoundObservation
 from ..types import FinishReason, Phase
 from .draft import DraftWindow
 from .executor import ExpertExecutor
@@ -44,7 +46,7 @@ class BatchDecoder:
         requests: Fresh requests.
         config: The model's; it must be able to share a padded cache.
         plan: The engine's; gives the memory that the batch may use.
-        num_draft_tokens: K, the plan's at most.
+        choose_depth: Gives K, the plan's at most, for a round of so many running requests.
         context_length: Tokens that the plan's KV cache is for.
         passes: Forward passes.
         executor: Computes the experts.
@@ -52,7 +54,7 @@ class BatchDecoder:
         chunk_tokens: Most tokens of one pass over prompts or candidates, all rows together.
         window: Told of every draft pass of the batch.
         compact_above: As `COMPACT_ABOVE`.
-        on_round: Called after each round.
+        on_round: Told what each round did.
 
     Raises:
         BudgetError: The plan has no memory for it. Nothing was allocated.
@@ -64,7 +66,7 @@ class BatchDecoder:
         config: PreTrainedConfig,
         plan: MemoryPlan,
         *,
-        num_draft_tokens: int,
+        choose_depth: Callable[[int], KChoice],
         context_length: int,
         passes: ModelPasses,
         executor: ExpertExecutor,
@@ -72,12 +74,12 @@ class BatchDecoder:
         chunk_tokens: int,
         window: DraftWindow,
         compact_above: float = COMPACT_ABOVE,
-        on_round: Callable[[], None] = lambda: None,
+        on_round: Callable[[RoundObservation], None] = lambda observation: None,
     ) -> None:
         self._passes = passes
         self._executor = executor
         self._end_ids = end_ids
-        self._num_draft_tokens = num_draft_tokens
+        self._choose_depth = choose_depth
         self._chunk_tokens = chunk_tokens
         self._window = window
         self._compact_above = compact_above
@@ -102,12 +104,12 @@ class BatchDecoder:
         self._executor.meter.num_prompt_tokens = sum(len(r.prompt) for r in self._rows)
         try:
             yield from self._read_prompts()
-            while any(request.reason is None for request in self._rows):
-                self._compact()
-                yield from self._emit(self._round())
+            while num_running := sum(request.reason is None for request in self._rows):
+                k = self._choose(num_running)
+                self._compact(1 + max(self._draft_lengths(k)))
+                yield from self._emit(self._round(k))
                 for request in self._rows:
                     request.sampler.mark()  # What was told is not drawn once more.
-                self._on_round()
         except CancelledError:
             for request in self._rows:
                 if request.reason is None:
@@ -127,11 +129,11 @@ class BatchDecoder:
                     yield request.result()
                     break
 
-    def _compact(self) -> None:
+    def _compact(self, num_new_columns: int) -> None:
+        """Drops what is removable where it is much, or where the coming round needs its room."""
         running = [row for row, request in enumerate(self._rows) if request.reason is None]
         share = self.state.removable_share(running)
-        width = 1 + max(self._draft_lengths())
-        is_full = self.state.num_columns + width > self._num_columns
+        is_full = self.state.num_columns + num_new_columns > self._num_columns
         if share > self._compact_above or is_full:
             self.state.compact(running)
             self._rows = [self._rows[row] for row in running]
@@ -179,12 +181,19 @@ class BatchDecoder:
 
     # -- rounds ----------------------------------------------------------------------------
 
-    def _round(self) -> list[list[int]]:
+    def _choose(self, num_running: int) -> int:
+        """Returns K of the coming round, and notes why it is that."""
+        choice, meter = self._choose_depth(num_running), self._executor.meter
+        meter.num_draft_tokens, meter.governor_reason = choice.num_draft_tokens, choice.reason
+        return choice.num_draft_tokens
+
+    def _round(self, k: int) -> list[list[int]]:
         """One verification of all running rows, drafts before it. Returns their new tokens."""
         meter = self._executor.meter
         for request in self._rows:
             request.sampler.mark()
-        drafted = self._draft()
+        before = meter.round_figures()
+        drafted = self._draft(k)
         started = time.perf_counter()
         candidates = [
             [request.history[-1], *(d.token for d in drafts)] if request.reason is None else []
@@ -192,25 +201,58 @@ class BatchDecoder:
         ]
         phase = Phase.VERIFY if any(drafted) else Phase.DECODE
         logits = self._verify(candidates, phase)
-        kept, new_tokens = [], []
         sampling_since = time.perf_counter()
+        new_tokens = self._judge(drafted, logits)
+        meter.sample_s += time.perf_counter() - sampling_since
+        self.state.keep(logits.shape[1], list(map(len, new_tokens)))
+        meter.verify_s += time.perf_counter() - started
+        self._executor.end_pass(sum(map(len, new_tokens)))
+        self._on_round(self._observed(before, drafted, new_tokens))
+        return new_tokens
+
+    def _judge(
+        self, drafted: Sequence[Sequence[DraftToken]], logits: torch.Tensor
+    ) -> list[list[int]]:
+        """Returns each running row's accepted draft tokens and the one that follows them.
+
+        Args:
+            drafted: Draft tokens of each row.
+            logits: The target's, `[B, T, V]`.
+        """
+        meter, new_tokens = self._executor.meter, []
         for row, (request, drafts) in enumerate(zip(self._rows, drafted, strict=True)):
             if request.reason is not None:
-                kept.append(0)
                 new_tokens.append([])
                 continue
             own = logits[row, : len(drafts) + 1]
             num_accepted, following = request.sampler.accept(request.history, drafts, own)
-            kept.append(1 + num_accepted)
             new_tokens.append([*(d.token for d in drafts[:num_accepted]), following])
             if drafts:
                 meter.num_rounds += 1
                 meter.num_accepted += num_accepted
-        meter.sample_s += time.perf_counter() - sampling_since
-        self.state.keep(logits.shape[1], kept)
-        meter.verify_s += time.perf_counter() - started
-        self._executor.end_pass(sum(map(len, new_tokens)))
         return new_tokens
+
+    def _observed(
+        self,
+        before: tuple[float, float, float, int],
+        drafted: Sequence[Sequence[DraftToken]],
+        new_tokens: Sequence[Sequence[int]],
+    ) -> RoundObservation:
+        """Says what a round did, after `before` was read."""
+        draft_s, verify_s, stall_s, num_records = before
+        now = self._executor.meter.round_figures()
+        rows = zip(drafted, new_tokens, strict=True)
+        running = [(len(drafts), len(new) - 1) for drafts, new in rows if new]
+        return RoundObservation(
+            num_draft=max(num_drafted for num_drafted, _ in running),
+            num_accepted=sum(num_accepted for _, num_accepted in running),
+            draft_s=now[0] - draft_s,
+            verify_s=now[1] - verify_s,
+            stall_s=now[2] - stall_s,
+            num_records=now[3] - num_records,
+            num_requests=len(running),
+            num_judged=sum(min(accepted + 1, drafted) for drafted, accepted in running),
+        )
 
     def _verify(self, candidates: Sequence[Sequence[int]], phase: Phase) -> torch.Tensor:
         """Runs the target. Returns `[B, T, V]`, T the most candidates of a row."""
@@ -222,9 +264,9 @@ class BatchDecoder:
             parts.append(self._passes.forward_batch(self.state, piece, phase, logits_at=columns))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
-    def _draft(self) -> list[list[DraftToken]]:
+    def _draft(self, k: int) -> list[list[DraftToken]]:
         """Drafts for all running rows together, each to its own end. The cache is as before."""
-        wanted = self._draft_lengths()
+        wanted = self._draft_lengths(k)
         drafted: list[list[DraftToken]] = [[] for _ in self._rows]
         most = max(wanted)
         if not most:
@@ -245,11 +287,10 @@ class BatchDecoder:
         self._window.end(num_passes, sum(map(len, drafted)))
         return drafted
 
-    def _draft_lengths(self) -> list[int]:
-        """Returns the draft tokens that each row may have this round."""
+    def _draft_lengths(self, k: int) -> list[int]:
+        """Returns the draft tokens that each row may have in a round with this K."""
         return [
-            min(self._num_draft_tokens, request.num_left - 1) if request.reason is None else 0
-            for request in self._rows
+            min(k, request.num_left - 1) if request.reason is None else 0 for request in self._rows
         ]
 
     def _unfinished(

@@ -76,6 +76,11 @@ class ReplyMeter:
         self.last_token_at = now
         self.num_new_tokens += 1
 
+    def round_figures(self) -> tuple[float, float, float, int]:
+        """Returns seconds of drafting, of target passes and of stalls, and records, so far."""
+        traffic = self.decode
+        return self.draft_s, self.verify_s, traffic.stall_s, traffic.num_records
+
     def snapshot(
         self, *, expert_peak_bytes: int, peak_memory_bytes: int, planned_memory_bytes: int
     ) -> ReplyStats:
