@@ -33,7 +33,7 @@ from .library import ModelHome
 from .memory_retry import SHRUNK, less_for_experts, once_more
 from .policy.speculation import RoundObservation
 from .profiles import save_profile
-from .runtime.shortage import as_shortage, is_long_pass, smaller_chunk
+from .runtime.shortage import is_long_pass, shortage_of, smaller_chunk
 from .types import CompileMode, FinishReason, Precision
 
 PROMPTS_FILE = "profile_prompts.json"
@@ -208,7 +208,7 @@ class _SweepRun:
                     tpots_s.append(tpot_s)
             self._on_progress(num_before + len(self._prompts), total, detail)
         except Exception as error:
-            shortage = as_shortage(error, _WHAT, engine.plan)
+            shortage = shortage_of(error, _WHAT, engine.plan)
             if shortage is None:
                 raise
         else:

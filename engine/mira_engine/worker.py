@@ -304,6 +304,11 @@ class Worker:
     ) -> None:
         """Makes the predictors. What hinders that is told, and hinders no chat."""
         from .calibrate import calibrate
+        from .memory_retry import SHRUNK
+
+        def tell(notice: Notice) -> None:
+            if notice.code == SHRUNK:  # What else that load falls back from is of no chat.
+                self._writer.send(notice)
 
         try:
             calibrate(
@@ -311,6 +316,7 @@ class Worker:
                 job.precision,
                 prompts=prompts,
                 on_progress=on_progress,
+                on_notice=tell,
                 is_cancelled=lambda: self._is_cancelled(job.request_id),
             )
         except CancelledError:

@@ -74,12 +74,15 @@ def shortage_of(
 ) -> MemoryShortageError | None:
     """Returns what `as_shortage` does, and of a shortage that was told before a copy.
 
-    The copy has its figures and notes, and like all others no traceback.
+    The copy has its figures and notes, and like all others no traceback; where a reader has
+    told it, which knows no plan, it gets the one that is given.
     """
     if not isinstance(error, MemoryShortageError):
         return as_shortage(error, what, plan)
     copy = MemoryShortageError(error.message, hint=error.hint)
     copy.planned_bytes, copy.budget_bytes = error.planned_bytes, error.budget_bytes
+    if plan is not None and not copy.planned_bytes:
+        copy.planned_bytes, copy.budget_bytes = plan.total_bytes, plan.budget_bytes
     copy.num_prompt_tokens = error.num_prompt_tokens
     for note in getattr(error, "__notes__", ()):
         copy.add_note(note)
