@@ -48,10 +48,13 @@ def divided(
         num_layers: MoE layers.
         num_choices: Experts that a layer asks for.
         held_share: Of the experts, those whose records are in host memory.
-        link_record_s: Seconds of the link for a record, the disk below it included.
+        link_record_s: Seconds of the link for a record on average, those from the disk included.
         tokens_per_expert: Of an expert in the pass, on average.
     """
     host_s = host.expert_s + max(0.0, tokens_per_expert - 1.0) * host.token_s
+    below_s = link_record_s
+    if held_share < 1.0:
+        below_s = (link_record_s - held_share * host.record_s) / (1.0 - held_share)
     chance = min(1.0, num_misses / (num_layers * num_choices))
     wait_s = on_link = on_host = 0.0
     for number in range(1, num_choices + 1):
@@ -59,13 +62,22 @@ def divided(
         weight *= (1.0 - chance) ** (num_choices - number)
         if weight < _LEAST_CHANCE:
             continue
-        num_held = int(number * held_share)
-        taken = num_on_host([host_s] * num_held, link_record_s, num_copied=number - num_held)
-        wait_s += weight * max(taken * host_s, (number - taken) * link_record_s)
-        on_link += weight * (number - taken)
-        on_host += weight * taken
+        for num_held, part in _held_of(number, held_share):
+            num_below = number - num_held
+            taken = num_on_host([host_s] * num_held, host.record_s, num_copied=num_below)
+            link_s = (num_held - taken) * host.record_s + num_below * below_s
+            wait_s += weight * part * max(taken * host_s, link_s)
+            on_link += weight * part * (number - taken)
+            on_host += weight * part * taken
     return AwaitedMisses(
         wait_s=num_layers * wait_s,
         num_on_link=num_layers * on_link,
         num_on_host=num_layers * on_host,
     )
+
+
+def _held_of(number: int, share: float) -> tuple[tuple[int, float], ...]:
+    """Returns the whole numbers around a share of misses, and how often each is meant."""
+    fewest = int(number * share)
+    rest = number * share - fewest
+    return ((fewest, 1.0 - rest), (fewest + 1, rest)) if rest > 0.0 else ((fewest, 1.0),)
