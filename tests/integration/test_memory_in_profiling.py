@@ -189,6 +189,21 @@ def test_whole_rounds_are_kept_for_the_former_budget_and_never_mixed(
     assert kept_profile(home, loads[7][0].budget) == found
 
 
+def test_shortage_that_a_reader_told_knows_its_plan(
+    home: ModelHome, monkeypatch: pytest.MonkeyPatch, loads: list
+) -> None:
+    def tell() -> MemoryShortageError:
+        return MemoryShortageError("Memory ran out while a record was read.")
+
+    notices: list[Notice] = []
+    with failing(monkeypatch, Engine, "reply", tell, at=2):
+        found = measure(home, notices)
+
+    assert [r.num_replies for r in found.results] == [5, 5]
+    assert loads[-1][0].budget != CONFIG.budget
+    assert shrunk(notices).startswith("Memory ran out while a record was read: experts get ")
+
+
 def test_second_shortage_is_an_error_with_a_hint_and_nothing_is_saved(
     home: ModelHome, monkeypatch: pytest.MonkeyPatch, loads: list
 ) -> None:

@@ -18,8 +18,14 @@ from mira_engine.events import Notice
 from mira_engine.library import ModelHome, ModelLibrary
 from mira_engine.memory_retry import SHRUNK
 from mira_engine.predictor.bank import MANIFEST_FILE, PredictorBank
+from mira_engine.predictor.far import FarSamples, train_far_head
 from mira_engine.predictor.features import pieces_of
-from mira_engine.predictor.train import TrainingSettings, layer_samples, train_head
+from mira_engine.predictor.train import (
+    TrainingSettings,
+    layer_samples,
+    train_head,
+    validation_prompts,
+)
 from mira_engine.prepare import prepare
 from mira_engine.routing_recording import RoutingRecording
 from mira_engine.runtime import recording as reader_module
@@ -249,6 +255,24 @@ def test_second_shortage_while_training_keeps_the_layers_that_are_done(
     assert len(loads) == 1
 
 
+def test_training_after_a_shortage_computes_fewer_tokens_at_once(
+    home: ModelHome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows: list[int | None] = []
+    train = calibrate_module.train_layer
+
+    def watching(*arguments: object, rows_at_once: int | None, **options: object) -> object:
+        rows.append(rows_at_once)
+        if len(rows) == 2:
+            raise SHORTAGES["host"]()
+        return train(*arguments, rows_at_once=rows_at_once, **options)
+
+    monkeypatch.setattr(calibrate_module, "train_layer", watching)
+    make(home)
+
+    assert rows == [None, None, 32]
+
+
 def test_training_holds_no_engine(home: ModelHome, monkeypatch: pytest.MonkeyPatch) -> None:
     holdings, held = Holdings(), []
     samples_of = calibrate_module.layer_samples
@@ -278,6 +302,27 @@ def test_batch_computed_in_pieces_trains_the_same_head_but_for_rounding() -> Non
     assert all(torch.equal(whole[name], same[name]) for name in whole)
     for name in whole:
         torch.testing.assert_close(pieces[name], whole[name], rtol=1e-2, atol=1e-3)
+
+
+def test_far_head_trained_in_pieces_is_the_same_but_for_rounding() -> None:
+    trace, hidden = hidden_decides(400)
+    samples = FarSamples.of_layer(
+        trace,
+        hidden,
+        0,
+        num_experts=NUM_EXPERTS,
+        is_validation=validation_prompts(trace.sequence, TRAINING),
+    )
+    whole, same, pieces = (
+        train_far_head(samples, seed=0, rows_at_once=rows) for rows in (None, 256, 40)
+    )
+    assert whole is not None
+    assert same is not None
+    assert pieces is not None
+    assert whole.targets == same.targets == pieces.targets
+    assert all(torch.equal(same.tensors()[name], one) for name, one in whole.tensors().items())
+    for name, one in whole.tensors().items():
+        torch.testing.assert_close(pieces.tensors()[name], one, rtol=2e-2, atol=2e-3)
 
 
 def test_pieces_are_of_the_size_asked_for_and_add_up() -> None:
