@@ -31,7 +31,11 @@ _CARD_RECORD_LATENCY_S = 1e-5
 _CARD_LAYER_OVERHEAD_S = 6e-5
 
 _SIZES = ("device_memory_bytes", "host_memory_bytes")
-_RATES = ("device_bytes_per_s", "link_bytes_per_s", "disk_bytes_per_s")
+_RATES = (
+    "device_bytes_per_s", "link_bytes_per_s", "disk_bytes_per_s", "host_bytes_per_s",
+    "host_packed_bytes_per_s",
+)  # fmt: skip
+_SWITCHES = ("is_gpu", "has_bfloat16")
 _FIELDS = {field.name: field for field in dataclasses.fields(MachineRates)}
 _REQUIRED = tuple(
     name
@@ -69,6 +73,7 @@ def rates_of_card(card: Gpu) -> MachineRates:
         link_latency_s=_CARD_RECORD_LATENCY_S,
         layer_overhead_s=_CARD_LAYER_OVERHEAD_S,
         is_gpu=True,
+        has_bfloat16=card.has_bfloat16,
     )
 
 
@@ -110,7 +115,7 @@ def _value(name: str, value: object, source: str) -> object:
     where = f"{source}: {name}"
     if name == "name":
         return str(value)
-    if name == "is_gpu":
+    if name in _SWITCHES:
         if not isinstance(value, bool):
             raise ConfigError.for_field(where, value, "Give true or false.")
         return value

@@ -19,6 +19,7 @@ class Gpu:
         bandwidth_gb_per_s: Rate of that memory, in 10^9 bytes.
         pcie_generation: 3, 4 or 5.
         pcie_lanes: Lanes of the card.
+        has_bfloat16: Whether it multiplies bfloat16.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Gpu:
     bandwidth_gb_per_s: float
     pcie_generation: int
     pcie_lanes: int
+    has_bfloat16: bool = True
 
 
 @functools.cache

@@ -1,34 +1,29 @@
 """Makes a prepared model's predictors: record routing, train heads, keep what wins.
 
 One resumable job per model: recorded batches and trained layers are files in a work
-folder that goes when the bank is written. A model chats without predictors too. Runs in
-the engine process, in the thread that asked, with no other engine loaded.
+folder that goes when the bank is written. Where memory runs out, recording and training
+each go on once with less. A model chats without predictors too. Runs in the engine process,
+in the thread that asked, with no other engine loaded.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from mira_assets.calibration import calibration_prompts
-from safetensors.torch import load_file
 
 from .checkpoint.progress import OnProgress, Progress
 from .checkpoint.store import ExpertStore
-from .checkpoint.writing import disk_errors, require_space, write_json
-from .config import EngineConfig, MemoryAmount
-from .engine import Engine
-from .errors import BudgetError, ConfigError, GenerationError, StoreError
-from .events import ChatMessage
+from .errors import ConfigError, MemoryShortageError, StoreError
+from .events import Notice
 from .library import ModelHome
 from .load_plan import OnNotice
-from .model.chat import end_token_ids, has_tokenizer, load_tokenizer
-from .model.facts import experts_per_token
-from .model.routers import find_routers
+from .memory_retry import SHRUNK, once_more
 from .predictor.bank import (
     BANK_VERSION,
     BankFacts,
@@ -37,35 +32,26 @@ from .predictor.bank import (
     load_far_head,
     save_choice,
     save_far_head,
-    write_tensors,
 )
-from .predictor.baselines import RouterWeights
 from .predictor.far import FarHead, FarSamples, far_layers, train_far_head
-from .predictor.traces import TraceFolder
 from .predictor.train import (
     OFFSET,
+    LayerChoice,
     TrainingSettings,
     layer_samples,
     train_layer,
     validation_prompts,
 )
 from .prepare import locked
-from .runtime.recording import (
-    BatchRecording,
-    RecordingSettings,
-    plan_batches,
-    shared_prefix_lengths,
-)
-from .types import CompileMode, Precision
+from .routing_recording import RoutingRecording
+from .runtime.recording import RecordingSettings
+from .types import Precision
 
 STEP = "predictors"
 """Name of the job's step in progress reports."""
 
-_ROUTERS_FILE = "routers.safetensors"
-_RECIPE_FILE = "recipe.json"
-_RECORDED_FILE = "recorded.json"
-_BUDGET_SHARES = (1.0, 0.75, 0.5, 0.25, 0.1)
-"""Budgets to try: all experts if they fit, else what does."""
+_WHAT = "while predictors were trained"
+_HINT = "Close other programs and prepare again: what is recorded and trained is kept."
 
 
 def read_prompts(path: Path) -> tuple[str, ...]:
@@ -121,18 +107,20 @@ def calibrate(
         recording: Bounds of the recording.
         training: Seed, epochs, rates.
         on_progress: Called with step, done, total, unit, detail.
-        on_notice: Told what falls back while the model is loaded for it.
+        on_notice: Told what falls back while the model is loaded for it, and what is given up
+            where memory runs out.
         is_cancelled: Asked between layers, passes and epochs.
 
     Raises:
         StoreError: The model is not prepared in that precision.
         DiskSpaceError: There is no room for the recording.
-        BudgetError: The machine has no memory for it now.
+        BudgetError: The machine has no memory for it now; what is finished is kept.
         GenerationError: The model has no tokenizer.
         PrepareError: Another process works on this model, or a file cannot be written.
         CancelledError: Somebody asked to stop; what is finished is kept.
     """
     recording, training = recording or RecordingSettings(), training or TrainingSettings()
+    tell = on_notice or (lambda notice: None)
     if not home.is_ready(precision):
         raise StoreError(
             f"{home.title} is not prepared in {precision}.",
@@ -147,13 +135,14 @@ def calibrate(
             return bank
         progress = Progress(on_progress=on_progress, is_cancelled=is_cancelled)
         work = home.predictors_dir / "work"
-        recorded = RoutingRecording(home, precision, work, progress)
+        recorded = RoutingRecording(home, precision, work, progress, step=STEP)
         recorded.open(recipe)
         if not recorded.is_finished:
-            recorded.record(texts, recording, on_notice)
+            recorded.record(texts, recording, tell)
         facts = BankFacts(revision=revision, recipe=recipe, offset=OFFSET, **recorded.shape())
-        bank = _train(recorded, work, facts, training, progress)
-        bank.save(home.predictors_dir)
+        trainer = _Training(recorded, work, facts, training, progress, tell)
+        make = partial(trainer.make, home.predictors_dir)
+        bank = once_more(make, trainer.take_less, what=_WHAT, hint=_HINT)
         recorded.clear()
     return bank
 
@@ -165,234 +154,106 @@ def _recipe(
     return hashlib.sha256(json.dumps(made_from).encode()).hexdigest()
 
 
-class RoutingRecording:
-    """The recorded routing of one model on some prompts, in a folder.
+class _Training:
+    """The training of one model's predictors, layer by layer; what is trained is a file.
 
     Args:
-        home: A model that is ready in `precision`.
-        precision: Format that the recording runs in.
-        folder: Where everything goes.
-        progress: Told recorded tokens; asked between passes.
-        step: Name of the job's step in progress reports.
+        recorded: What they are trained on.
+        folder: Takes every layer's.
+        facts: Of the bank.
+        settings: Seed, epochs, rates.
+        progress: Told layers; asked between epochs.
+        tell: Told what is given up.
     """
 
     def __init__(
         self,
-        home: ModelHome,
-        precision: Precision,
+        recorded: RoutingRecording,
         folder: Path,
+        facts: BankFacts,
+        settings: TrainingSettings,
         progress: Progress,
-        *,
-        step: str = STEP,
+        tell: OnNotice,
     ) -> None:
-        self._home = home
-        self._precision = precision
-        self._progress = progress
-        self._step = step
-        self._folder = folder
-        self.traces = TraceFolder(folder)
+        self._recorded, self._folder, self._facts = recorded, folder, facts
+        self._settings, self._progress, self._tell = settings, progress, tell
+        self._rows_at_once: int | None = None
 
-    def open(self, recipe: str) -> None:
-        """Goes on with a folder of the same recipe, or begins an empty one."""
-        marker = self._folder / _RECIPE_FILE
-        try:
-            is_same = json.loads(marker.read_text(encoding="utf-8")) == recipe
-        except (OSError, ValueError):
-            is_same = False
-        if not is_same:
-            self.clear()
-            write_json(marker, recipe)
+    def make(self, bank_dir: Path) -> PredictorBank:
+        """Trains what is not trained yet, and writes the bank."""
+        bank = PredictorBank(self._facts, self._near_heads(), self._far_heads())
+        num_predicting = max(0, self._facts.num_layers - OFFSET)
+        self._progress.report(STEP, num_predicting, num_predicting, "layers")
+        bank.save(bank_dir)
+        return bank
 
-    def clear(self) -> None:
-        """Removes the folder."""
-        with disk_errors(self._folder):
-            if self._folder.exists():
-                shutil.rmtree(self._folder)
+    def take_less(self, shortage: MemoryShortageError) -> str:
+        """Computes fewer tokens at once from now on; a step still takes all of its batch.
 
-    @property
-    def is_finished(self) -> bool:
-        """Whether all batches and the routers are there."""
-        return (self._folder / _RECORDED_FILE).exists()
+        Returns:
+            How many, in words.
+        """
+        self._rows_at_once = max(1, self._settings.batch_size // 4)
+        less = f"{self._rows_at_once} tokens at once"
+        cause = shortage.message.removesuffix(".")
+        text = f"{cause}: from now on it takes {less}. What is trained stays."
+        self._tell(Notice(code=SHRUNK, text=text))
+        return less
 
-    def record(
-        self, texts: Sequence[str], settings: RecordingSettings, on_notice: OnNotice | None
-    ) -> None:
-        """Reads the prompts through the model, batch by batch."""
-        self._progress.report(self._step, 0, 0, "tokens", "loading the model")
-        engine = self._load(settings, on_notice)
-        try:
-            prompts = [
-                engine.render([ChatMessage(role="user", content=text)])[
-                    : settings.max_prompt_tokens
-                ]
-                for text in texts
-            ]
-            self._save_routers(find_routers(engine.model))
-            self._record_batches(engine, prompts, settings)
-        finally:
-            engine.close()
-        manifest = ExpertStore.open(self._home.store_dir(self._precision)).manifest
-        write_json(
-            self._folder / _RECORDED_FILE,
-            {
-                "num_layers": manifest.num_layers,
-                "num_experts": manifest.num_experts,
-                "top_k": experts_per_token(engine.model.config),
-            },
-        )
-
-    def _load(self, settings: RecordingSettings, on_notice: OnNotice | None) -> Engine:
-        """Loads the model for passes over batches: no draft, no compiled steps."""
-        folder = self._home.backbone_dir
-        if not has_tokenizer(folder):
-            raise GenerationError("The model has no tokenizer.", hint="Download it whole.")
-
-        for share in _BUDGET_SHARES:
-            config = EngineConfig(
-                precision=self._precision,
-                budget=MemoryAmount(share=share),
-                num_draft_tokens=0,
-                prefill_chunk_tokens=settings.max_batch_tokens,
-                compile_mode=CompileMode.OFF,
-            )
-            try:
-                return Engine.load(
-                    self._home,
-                    config,
-                    on_notice=on_notice,
-                    is_cancelled=self._progress.is_cancelled,
+    def _near_heads(self) -> dict[int, LayerChoice]:
+        """Trains every layer that has one `OFFSET` behind it, or takes what is trained."""
+        facts, settings, progress = self._facts, self._settings, self._progress
+        routers, trace = self._recorded.routers(), self._recorded.traces.routing()
+        num_predicting = max(0, facts.num_layers - OFFSET)
+        choices = {}
+        for layer in range(num_predicting):
+            detail = f"training, layer {layer + 1} of {num_predicting}"
+            progress.report(STEP, layer, num_predicting, "layers", detail)
+            path = self._folder / f"layer-{layer:04d}.safetensors"
+            if not path.exists():
+                samples = layer_samples(
+                    trace,
+                    self._recorded.traces.hidden(layer),
+                    layer,
+                    num_experts=facts.num_experts,
+                    routers=routers,
+                    settings=settings,
                 )
-            except BudgetError:
-                if share == _BUDGET_SHARES[-1]:
-                    raise
-        raise AssertionError("unreachable: the last budget loads or raises")
-
-    def _record_batches(
-        self, engine: Engine, prompts: Sequence[Sequence[int]], settings: RecordingSettings
-    ) -> None:
-        model, executor = engine.model, engine.executor
-        executor.is_cancelled = self._progress.is_cancelled
-        folder = self._home.backbone_dir
-        ends = end_token_ids(folder, model.config, load_tokenizer(folder))
-        manifest = ExpertStore.open(self._home.store_dir(self._precision)).manifest
-        token_bytes = manifest.num_layers * (
-            2 * manifest.shape.hidden_size + 4 * experts_per_token(model.config)
-        )
-        batches = plan_batches([len(prompt) for prompt in prompts], token_bytes, settings)
-        taken = sorted(prompt for batch in batches for prompt in batch)
-        skipped = dict(
-            zip(taken, shared_prefix_lengths([prompts[one] for one in taken]), strict=True)
-        )
-        total = sum(len(prompts[one]) - skipped[one] + settings.max_reply_tokens for one in taken)
-        require_space(self._folder, total * token_bytes, f"Recording routing for the {self._step}")
-        reader = BatchRecording(model, executor, ends, settings)
-        before = 0
-        for part, batch in enumerate(batches):
-            room = sum(
-                len(prompts[one]) - skipped[one] + settings.max_reply_tokens for one in batch
-            )
-            if not self.traces.has_part(part):
-                detail = f"recording, batch {part + 1} of {len(batches)}"
-
-                def tell(done: int, before: int = before, detail: str = detail) -> None:
-                    self._progress.report(self._step, before + done, total, "tokens", detail)
-
-                reader.write(
-                    self.traces,
-                    part,
-                    [prompts[one] for one in batch],
-                    batch,
-                    [skipped[one] for one in batch],
-                    on_pass=tell,
+                choice = train_layer(
+                    samples,
+                    settings,
+                    rows_at_once=self._rows_at_once,
+                    check_cancelled=progress.check,
                 )
-            before += room
+                save_choice(path, choice)
+            choices[layer] = load_choice(path)
+        return choices
 
-    def _save_routers(self, routers: Sequence[RouterWeights | None]) -> None:
-        tensors = {}
-        for layer, router in enumerate(routers):
-            if router is None:
-                continue
-            tensors[f"{layer:04d}.weight"] = router.weight
-            tensors[f"{layer:04d}.bias"] = router.bias
-            if router.input_gain is not None:
-                tensors[f"{layer:04d}.input_gain"] = router.input_gain
-        write_tensors(self._folder / _ROUTERS_FILE, tensors, {})
-
-    def shape(self) -> dict[str, int]:
-        """Returns `num_layers`, `num_experts` and `top_k` of the recorded model."""
-        return json.loads((self._folder / _RECORDED_FILE).read_text(encoding="utf-8"))
-
-    def routers(self) -> tuple[RouterWeights | None, ...]:
-        """Returns every layer's router, `None` where it is not known."""
-        tensors = load_file(self._folder / _ROUTERS_FILE)
-        return tuple(
-            RouterWeights(
-                weight=tensors[f"{layer:04d}.weight"],
-                bias=tensors[f"{layer:04d}.bias"],
-                input_gain=tensors.get(f"{layer:04d}.input_gain"),
-            )
-            if f"{layer:04d}.weight" in tensors
-            else None
-            for layer in range(self.shape()["num_layers"])
-        )
-
-
-def _train(
-    recorded: RoutingRecording,
-    folder: Path,
-    facts: BankFacts,
-    settings: TrainingSettings,
-    progress: Progress,
-) -> PredictorBank:
-    """Trains every layer that has one `OFFSET` behind it, or takes what is trained."""
-    routers, trace = recorded.routers(), recorded.traces.routing()
-    num_predicting = max(0, facts.num_layers - OFFSET)
-    choices = {}
-    for layer in range(num_predicting):
-        detail = f"training, layer {layer + 1} of {num_predicting}"
-        progress.report(STEP, layer, num_predicting, "layers", detail)
-        path = folder / f"layer-{layer:04d}.safetensors"
-        if not path.exists():
-            samples = layer_samples(
-                trace,
-                recorded.traces.hidden(layer),
-                layer,
-                num_experts=facts.num_experts,
-                routers=routers,
-                settings=settings,
-            )
-            save_choice(path, train_layer(samples, settings, check_cancelled=progress.check))
-        choices[layer] = load_choice(path)
-    far_heads = _train_far_heads(recorded, folder, facts, settings, progress)
-    progress.report(STEP, num_predicting, num_predicting, "layers")
-    return PredictorBank(facts, choices, far_heads)
-
-
-def _train_far_heads(
-    recorded: RoutingRecording,
-    folder: Path,
-    facts: BankFacts,
-    settings: TrainingSettings,
-    progress: Progress,
-) -> dict[int, FarHead]:
-    """Trains the far heads, or takes what is trained."""
-    trace = recorded.traces.routing()
-    is_validation = validation_prompts(trace.sequence, settings)
-    layers, heads = far_layers(facts.num_layers), {}
-    for number, layer in enumerate(layers):
-        progress.report(STEP, number, len(layers), "heads", "training far heads")
-        path = folder / f"far-{layer:04d}.safetensors"
-        if not path.exists():
-            samples = FarSamples.of_layer(
-                trace,
-                recorded.traces.hidden(layer),
-                layer,
-                num_experts=facts.num_experts,
-                is_validation=is_validation,
-            )
-            head = train_far_head(samples, seed=settings.seed, check_cancelled=progress.check)
-            save_far_head(path, head)
-        head = load_far_head(path, facts.top_k)
-        if head is not None:
-            heads[layer] = head
-    return heads
+    def _far_heads(self) -> dict[int, FarHead]:
+        """Trains the far heads, or takes what is trained."""
+        facts, settings, progress = self._facts, self._settings, self._progress
+        trace = self._recorded.traces.routing()
+        is_validation = validation_prompts(trace.sequence, settings)
+        layers, heads = far_layers(facts.num_layers), {}
+        for number, layer in enumerate(layers):
+            progress.report(STEP, number, len(layers), "heads", "training far heads")
+            path = self._folder / f"far-{layer:04d}.safetensors"
+            if not path.exists():
+                samples = FarSamples.of_layer(
+                    trace,
+                    self._recorded.traces.hidden(layer),
+                    layer,
+                    num_experts=facts.num_experts,
+                    is_validation=is_validation,
+                )
+                head = train_far_head(
+                    samples,
+                    seed=settings.seed,
+                    rows_at_once=self._rows_at_once,
+                    check_cancelled=progress.check,
+                )
+                save_far_head(path, head)
+            head = load_far_head(path, facts.top_k)
+            if head is not None:
+                heads[layer] = head
+        return heads

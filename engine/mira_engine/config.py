@@ -134,6 +134,11 @@ class MachineRates:
             at `disk_bytes_per_s`. `None` where everything fits or the link is the disk.
         disk_bytes_per_s: Rate of the disk below the host memory.
         is_gpu: Whether the device is a graphics card.
+        has_bfloat16: Whether a card multiplies bfloat16; else it computes in float16.
+        host_bytes_per_s: Rate at which the processor beside a card computes experts for a
+            token each, by the bytes of their records, where these are not unpacked (bf16,
+            int8). `None` where nobody measured it.
+        host_packed_bytes_per_s: The same of records that are unpacked (int4, nested).
     """
 
     name: str
@@ -146,11 +151,15 @@ class MachineRates:
     host_memory_bytes: int | None = None
     disk_bytes_per_s: float = 2e9
     is_gpu: bool = False
+    has_bfloat16: bool = True
+    host_bytes_per_s: float | None = None
+    host_packed_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
         for name in (
             "device_memory_bytes", "device_bytes_per_s", "flops_per_s",
             "link_bytes_per_s", "host_memory_bytes", "disk_bytes_per_s",
+            "host_bytes_per_s", "host_packed_bytes_per_s",
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):

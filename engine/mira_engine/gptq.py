@@ -23,7 +23,6 @@ from pathlib import Path
 
 from mira_assets.calibration import calibration_prompts
 
-from .calibrate import RoutingRecording
 from .checkpoint import gptq_store
 from .checkpoint.convert import checkpoint_revision, planned_manifest
 from .checkpoint.experts import CheckpointExperts
@@ -42,6 +41,7 @@ from .events import Notice
 from .library import ModelHome
 from .load_plan import OnNotice
 from .prepare import is_checkpoint_gone, locked
+from .routing_recording import RoutingRecording
 from .runtime.probe import default_num_threads
 from .runtime.recording import RecordingSettings
 from .system_memory import system_memory

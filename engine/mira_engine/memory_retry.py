@@ -1,6 +1,7 @@
 """What is done where memory runs out: it is given back, less is asked for, once, and it is said.
 
-Loading is tried a second time with less memory for experts. A reply goes on after what was
+Work that can be done again is (`once_more`): a model is loaded with less memory for experts,
+and whoever measures, records or trains says what less is there. A reply goes on after what was
 told: where a prompt's pass failed it is read in smaller ones, else the model is loaded anew
 with less for experts. The same way a reply in float16 goes on in float32 once a number has
 grown too large. A second shortage is an error; nothing here is tried for ever.
@@ -17,6 +18,7 @@ from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from .config import EngineConfig, MemoryAmount, SamplingConfig, format_bytes
 from .engine import Engine
@@ -26,7 +28,7 @@ from .library import ModelHome
 from .load_plan import OnNotice
 from .runtime import gpu_device
 from .runtime.reply_so_far import ReplySoFar
-from .runtime.shortage import LEAST_CHUNK, give_memory_back, smaller_chunk
+from .runtime.shortage import give_memory_back, is_long_pass, shortage_of, smaller_chunk
 from .system_memory import system_memory
 from .types import ComputeDtype, FinishReason
 
@@ -41,6 +43,10 @@ WIDENED = "float32"
 """Code of the notice that a model has gone over from float16."""
 
 _HINT = "Close other programs, or give a smaller --budget, --memory or --context."
+
+WHILE_LOADING = "while the model was loaded"
+
+Result = TypeVar("Result")
 
 Reload = Callable[[Callable[[], EngineConfig]], None]
 """Gives the engine up, then asks for a configuration and loads it; where that fails loads the
@@ -82,33 +88,78 @@ def load_with_retry(
     load = partial(
         Engine.load, home, cache_dir=cache_dir, on_notice=on_notice, is_cancelled=is_cancelled
     )
+
+    def take_less(shortage: MemoryShortageError) -> str:
+        nonlocal config
+        less, change = less_for_experts(config, shortage)
+        on_notice(Notice(code=SHRUNK, text=f"{shortage.message.removesuffix('.')}: {change}."))
+        config = replace(config, budget=MemoryAmount(num_bytes=less))
+        return f"{format_bytes(less)} for experts"
+
+    return once_more(lambda: load(config), take_less, what=WHILE_LOADING)
+
+
+def once_more(
+    work: Callable[[], Result],
+    take_less: Callable[[MemoryShortageError], str],
+    *,
+    what: str,
+    hint: str = _HINT,
+) -> Result:
+    """Does some work; where memory runs out gives it back, and does it once more with less.
+
+    Args:
+        work: Holds on to nothing once it has failed, and goes on with what it has finished.
+        take_less: Lets the work take less, now that the memory was given back, and names that:
+            "8 prompts at once". Raises what it is told where there is no less.
+        what: Completes "Memory ran out": "while the model was loaded".
+        hint: What a person can do where that did not help.
+
+    Raises:
+        MemoryShortageError: Memory ran out twice, or what there is would be too little.
+    """
     try:
-        return load(config)
-    except MemoryShortageError as error:
-        if not error.planned_bytes:
+        return work()
+    except Exception as error:
+        shortage = shortage_of(error, what)
+        if shortage is None:
             raise
-        budget_bytes, planned_bytes = error.budget_bytes, error.planned_bytes
     give_memory_back()  # The error is gone, and with it the last hold on what was begun.
-    less = smaller_budget(
-        budget_bytes=budget_bytes, planned_bytes=planned_bytes, free_bytes=free_bytes(config)
-    )
-    text = f"Memory ran out while the model was loaded: {_from_to(budget_bytes, less)}."
-    on_notice(Notice(code=SHRUNK, text=text))
+    less = take_less(shortage)
     try:
-        return load(replace(config, budget=MemoryAmount(num_bytes=less)))
-    except BudgetError as error:
+        return work()
+    except Exception as error:
+        if not isinstance(error, BudgetError) and shortage_of(error, what) is None:
+            raise
         why = _reason(error)
     give_memory_back()
-    raise MemoryShortageError(
-        f"Memory ran out while the model was loaded, and {format_bytes(less)} for experts did "
-        f"not help{why}",
-        hint=_HINT,
+    raise MemoryShortageError(f"Memory ran out {what}, and {less} did not help{why}", hint=hint)
+
+
+def less_for_experts(config: EngineConfig, shortage: MemoryShortageError) -> tuple[int, str]:
+    """Returns the bytes for experts after a shortage, and the change in words.
+
+    Args:
+        config: Of the engine that failed; what it held was given back.
+        shortage: What it said.
+
+    Raises:
+        MemoryShortageError: The given one, where nothing was planned yet that could be less.
+    """
+    if not shortage.planned_bytes:
+        raise shortage
+    less = smaller_budget(
+        budget_bytes=shortage.budget_bytes,
+        planned_bytes=shortage.planned_bytes,
+        free_bytes=free_bytes(config),
     )
+    return less, _from_to(shortage.budget_bytes, less)
 
 
-def _reason(error: BudgetError) -> str:
+def _reason(error: Exception) -> str:
     """What an error adds to the words that memory ran out; a full stop where nothing."""
-    return "." if isinstance(error, MemoryShortageError) else f": {error.message}"
+    is_more = isinstance(error, BudgetError) and not isinstance(error, MemoryShortageError)
+    return f": {error.message}" if is_more else "."
 
 
 def _from_to(before_bytes: int, after_bytes: int) -> str:
@@ -189,9 +240,7 @@ class LastingReplies:
         Args:
             num_prompt_tokens: Of the pass that did, 0 where it was not one over a prompt.
         """
-        # A short pass that fails is not what takes the memory.
-        is_long = 2 * num_prompt_tokens >= self._current().config.prefill_chunk_tokens
-        if is_long and num_prompt_tokens > LEAST_CHUNK:
+        if is_long_pass(num_prompt_tokens, self._current().config.prefill_chunk_tokens):
             less = smaller_chunk(num_prompt_tokens)
             self._current().limit_chunks(less)
             self._tell(
@@ -200,18 +249,41 @@ class LastingReplies:
                 f"{less} are.",
             )
             return
+        self._load_anew(
+            self._less_for_experts,
+            MemoryShortageError,
+            "Memory ran out in a reply, and loading the model with less did not help",
+        )
+
+    def _widen(self) -> None:
+        """Goes over to float32, which takes twice the memory for what is no expert."""
+        self._load_anew(
+            self._in_float32,
+            NonFiniteError,
+            "A number grew too large for float16, and there is no memory for float32",
+        )
+
+    def _load_anew(
+        self,
+        choose: Callable[[EngineConfig, MemoryPlan], EngineConfig],
+        kind: type[MiraError],
+        failed: str,
+    ) -> None:
+        """Puts another engine in the place of this one.
+
+        Args:
+            choose: Given this one's configuration and plan, returns what to load; asked once
+                the memory was given back.
+            kind: Raised where there is too little memory for that.
+            failed: What it says then.
+        """
         config, plan = self._current().config, self._current().plan
         try:
-            self._reload(partial(self._less_for_experts, config, plan))
+            self._reload(partial(choose, config, plan))
         except BudgetError as error:
-            raise MemoryShortageError(
-                "Memory ran out in a reply, and loading the model with less did not help"
-                f"{_reason(error)}{self._what_is_left()}",
-                hint=_HINT,
-            ) from None
+            raise kind(f"{failed}{_reason(error)}{self._what_is_left()}", hint=_HINT) from None
 
     def _less_for_experts(self, config: EngineConfig, plan: MemoryPlan) -> EngineConfig:
-        """Returns what to load after a shortage; asked once the memory was given back."""
         less = smaller_budget(
             budget_bytes=plan.budget_bytes,
             planned_bytes=plan.total_bytes,
@@ -221,28 +293,7 @@ class LastingReplies:
         self._tell(SHRUNK, f"Memory ran out in a reply: {change}, and the reply goes on.")
         return replace(config, budget=MemoryAmount(num_bytes=less))
 
-    def _what_is_left(self) -> str:
-        try:
-            self._current()
-        except MiraError:
-            return " No model is loaded any more."
-        return ""
-
-    def _widen(self) -> None:
-        """Goes over to float32, which takes twice the memory for what is no expert."""
-        config, plan = self._current().config, self._current().plan
-
-        try:
-            self._reload(partial(self._in_float32, config, plan))
-        except BudgetError as error:
-            raise NonFiniteError(
-                "A number grew too large for float16, and there is no memory for float32: "
-                f"{error.message}",
-                hint=_HINT,
-            ) from None
-
     def _in_float32(self, config: EngineConfig, plan: MemoryPlan) -> EngineConfig:
-        """Returns what to load after an overflow; asked once the memory was given back."""
         room = free_bytes(config)
         if config.memory_bytes is not None:
             room = min(room, config.memory_bytes)
@@ -253,6 +304,13 @@ class LastingReplies:
             text += f", for which {_from_to(plan.budget_bytes, budget)}"
         self._tell(WIDENED, f"{text}. The model is loaded anew.")
         return replace(config, dtype=ComputeDtype.FLOAT32, budget=MemoryAmount(num_bytes=budget))
+
+    def _what_is_left(self) -> str:
+        try:
+            self._current()
+        except MiraError:
+            return " No model is loaded any more."
+        return ""
 
     def _tell(self, code: str, text: str) -> None:
         self._notify(Notice(code=code, text=text))

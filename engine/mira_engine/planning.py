@@ -23,6 +23,7 @@ from .checkpoint.writing import disk_errors
 from .config import EngineConfig, MachineRates, MemoryAmount, format_bytes
 from .errors import MiraError
 from .events import DepthResult, PlanMade, PlanModel
+from .host_assumptions import host_work
 from .library import ModelHome
 from .model.facts import context_length, facts_of
 from .policy.alternatives import (
@@ -86,6 +87,9 @@ def plan_model(
         budget, note = usual_budget(facts, memory_bytes)
         notes.append(note)
     notes += _notes_on_host(facts, rates)
+    host, note = host_work(config, rates, _kept_rates(config, cache_dir))
+    if note:
+        notes.append(note)
     context = context_length(model_config, config.context_length)
     wishes = PlanWishes(
         budget=budget,
@@ -99,7 +103,7 @@ def plan_model(
         num_prompt_tokens=min(DEFAULT_PROMPT_TOKENS, context),
     )
     alternatives = compare_plans(
-        facts, wishes, rates, usual_expectations(is_builtin=home.is_builtin)
+        facts, wishes, rates, usual_expectations(is_builtin=home.is_builtin), host
     )
     error = None
     if not any(each.is_chosen for each in alternatives):
@@ -163,12 +167,12 @@ def _threads_of(config: EngineConfig) -> Iterator[None]:
 
 def own_rates(config: EngineConfig, data_dir: Path, cache_dir: Path | None) -> MachineRates:
     """Returns this machine's rates: those kept from before, else measured and kept now."""
+    kept = _kept_rates(config, cache_dir)
+    if kept is not None:
+        return kept
     num_threads = config.num_threads or default_num_threads()
     memory_bytes = system_memory().available_bytes
     profile = MachineProfile(cache_dir / PROFILE_FILE) if cache_dir is not None else None
-    kept = profile.rates(num_threads, memory_bytes) if profile is not None else None
-    if kept is not None:
-        return kept
     with _threads_of(config), disk_errors(data_dir):
         data_dir.mkdir(parents=True, exist_ok=True)
         rates = measure_rates(
@@ -182,6 +186,15 @@ def own_rates(config: EngineConfig, data_dir: Path, cache_dir: Path | None) -> M
             cache_dir.mkdir(parents=True, exist_ok=True)
         profile.keep_rates(rates, num_threads)
     return rates
+
+
+def _kept_rates(config: EngineConfig, cache_dir: Path | None) -> MachineRates | None:
+    """Returns this machine's rates where they were measured before; measures nothing."""
+    if cache_dir is None:
+        return None
+    num_threads = config.num_threads or default_num_threads()
+    profile = MachineProfile(cache_dir / PROFILE_FILE)
+    return profile.rates(num_threads, system_memory().available_bytes)
 
 
 def _model_config(home: ModelHome) -> PreTrainedConfig:

@@ -16,6 +16,7 @@ from .checkpoint.gptq_process import require_gptqmodel
 from .errors import CancelledError, ConfigError, MiraError
 from .events import Event, Notice, PrepareDone, PrepareModel, PrepareProgress
 from .library import ModelHome, ModelLibrary
+from .memory_retry import SHRUNK
 from .running_job import RunningJob
 from .types import Rounding
 
@@ -96,6 +97,7 @@ class Preparation:
                 self._job.precision,
                 prompts=prompts,
                 on_progress=self._on_progress,
+                on_notice=self._tell_shrunk,
                 is_cancelled=self._is_cancelled,
             )
         except CancelledError:
@@ -103,6 +105,13 @@ class Preparation:
         except MiraError as error:
             text = f"No predictors were made: {error} The model chats without them."
             self._send(Notice(code="no-predictors", text=text))
+
+    def _tell_shrunk(self, notice: Notice) -> None:
+        """Passes on that memory ran out. What else the recording's load falls back from is of
+        no chat.
+        """
+        if notice.code == SHRUNK:
+            self._send(notice)
 
     def _make_draft(self, prompts: Sequence[str] | None) -> None:
         """Makes the draft by GPTQ, last: all else is there and in use meanwhile."""

@@ -92,6 +92,7 @@ class PlanAlternative:
         ttft_s: Predicted seconds from a prompt to its first token, as above.
         is_chosen: Whether the engine would run this one. At most one of a list is.
         reason: Why it is chosen, or why not; one sentence.
+        host_share: Expected share of the misses that the processor beside a card computes.
     """
 
     strategy: Strategy
@@ -104,6 +105,7 @@ class PlanAlternative:
     ttft_s: float | None = None
     is_chosen: bool = False
     reason: str = ""
+    host_share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,7 +32,6 @@ import numpy
 import torch
 from mira_app.paths import data_dir
 from mira_assets.calibration import calibration_prompts
-from mira_engine.calibrate import RoutingRecording
 from mira_engine.checkpoint.progress import Progress
 from mira_engine.library import ModelHome, ModelLibrary
 from mira_engine.predictor.baselines import Predictor, PredictorKind
@@ -47,6 +46,7 @@ from mira_engine.predictor.train import (
     train_head,
 )
 from mira_engine.prepare import prepare
+from mira_engine.routing_recording import RoutingRecording
 from mira_engine.runtime.recording import RecordingSettings
 from mira_engine.types import Precision
 
@@ -80,7 +80,7 @@ def recorded(
 ) -> RoutingRecording:
     """Records prompts into a folder, unless they are there."""
     settings = RecordingSettings(max_reply_tokens=max_reply_tokens)
-    recording = RoutingRecording(home, Precision.NESTED, folder, Progress())
+    recording = RoutingRecording(home, Precision.NESTED, folder, Progress(), step="coverage")
     recording.open(f"{max_reply_tokens} {texts}")
     if not recording.is_finished:
         recording.record(texts, settings, None)

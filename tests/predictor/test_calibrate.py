@@ -6,6 +6,7 @@ import pytest
 from mira_assets.calibration import calibration_prompts
 from mira_engine import calibrate as calibrate_module
 from mira_engine.calibrate import STEP, calibrate, read_prompts
+from mira_engine.engine import Engine
 from mira_engine.errors import CancelledError, ConfigError, StoreError
 from mira_engine.library import ModelLibrary
 from mira_engine.predictor.bank import MANIFEST_FILE, PredictorBank
@@ -41,9 +42,9 @@ def make(home, **changes):
 def engines(monkeypatch):
     """Counts how often a model is loaded."""
     loaded = []
-    load = calibrate_module.Engine.load
+    load = Engine.load
     monkeypatch.setattr(
-        calibrate_module.Engine,
+        Engine,
         "load",
         lambda *args, **kwargs: loaded.append(1) or load(*args, **kwargs),
     )

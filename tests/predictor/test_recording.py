@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 import torch
-from mira_engine.calibrate import RoutingRecording
 from mira_engine.checkpoint.progress import Progress
 from mira_engine.config import EngineConfig, SamplingConfig
 from mira_engine.engine import Engine
@@ -15,6 +14,7 @@ from mira_engine.model.routers import find_routers
 from mira_engine.predictor.coverage import coverage
 from mira_engine.predictor.train import MIN_ROUTER_AGREEMENT
 from mira_engine.prepare import prepare
+from mira_engine.routing_recording import RoutingRecording
 from mira_engine.runtime.recording import (
     RecordingSettings,
     RoutingRecorder,
@@ -40,7 +40,7 @@ def home_of(tiny_checkpoint, tmp_path_factory):
 
 
 def record(home, folder, texts=PROMPTS, settings=SETTINGS):
-    recording = RoutingRecording(home, Precision.FLOAT32, folder, Progress())
+    recording = RoutingRecording(home, Precision.FLOAT32, folder, Progress(), step="test")
     recording.open("test")
     recording.record(texts, settings, None)
     return recording

@@ -27,6 +27,7 @@ from .budget import (
     usual_draft_experts,
 )
 from .cost_model import Expectations
+from .host_plan import HostWork
 from .planned_steps import cost_model_of
 
 DRAFT_TOKEN_CANDIDATES = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -157,6 +158,7 @@ def compare_plans(
     wishes: PlanWishes,
     rates: MachineRates | None,
     expect: Expectations | None = None,
+    host: HostWork | None = None,
 ) -> tuple[PlanAlternative, ...]:
     """Lists the alternatives, in the order of `Strategy`; at most one is chosen.
 
@@ -165,8 +167,9 @@ def compare_plans(
         wishes: What was asked for and is allowed.
         rates: The machine's, `None` where they are unknown: then nothing is predicted.
         expect: Routing and drafting; `None` for the usual numbers.
+        host: What the processor beside a card computes of its misses, `None` for nothing.
     """
-    comparison = _Comparison(facts, wishes, rates, expect or Expectations())
+    comparison = _Comparison(facts, wishes, rates, expect or Expectations(), host)
     rows = comparison.rows()
     allowed = [row for row in rows if row.plan is not None and not comparison.objection(row)]
     chosen = None
@@ -177,7 +180,8 @@ def compare_plans(
         replace(
             row,
             is_chosen=row is chosen,
-            reason=comparison.reason(row, chosen, is_only=len(allowed) == 1),
+            reason=comparison.reason(row, chosen, is_only=len(allowed) == 1)
+            + comparison.host_remark(row),
         )
         for row in rows
     )
@@ -192,8 +196,10 @@ class _Comparison:
         wishes: PlanWishes,
         rates: MachineRates | None,
         expect: Expectations,
+        host: HostWork | None,
     ) -> None:
         self.facts, self.wishes, self.rates, self.expect = facts, wishes, rates, expect
+        self.host = host
         self.compact_facts = replace(facts, whole_record_bytes=facts.draft_record_bytes)
 
     def rows(self) -> list[PlanAlternative]:
@@ -243,9 +249,9 @@ class _Comparison:
     def _row(
         self, strategy: Strategy, k: int, draft_experts: DraftExperts = DraftExperts.ALL
     ) -> PlanAlternative:
-        is_compact = strategy is Strategy.COMPACT
-        facts = self.compact_facts if is_compact else self.facts
-        precision = Precision.INT4 if is_compact else self.wishes.precision
+        facts, precision = self._facts_of(strategy), self.wishes.precision
+        if strategy is Strategy.COMPACT:
+            precision = Precision.INT4
         row = PlanAlternative(strategy=strategy, precision=precision, num_draft_tokens=k)
         room = self._room()
         missing = self._minimum(strategy, draft_experts) - room
@@ -268,7 +274,7 @@ class _Comparison:
     def _minimum(self, strategy: Strategy, draft_experts: DraftExperts) -> int:
         if strategy is Strategy.SPECULATIVE:
             return self.facts.min_bytes_with_draft(self.wishes.draft_dense, draft_experts)
-        return (self.compact_facts if strategy is Strategy.COMPACT else self.facts).min_bytes
+        return self._facts_of(strategy).min_bytes
 
     def _predicted(
         self, row: PlanAlternative, plan: MemoryPlan, facts: ModelFacts
@@ -281,6 +287,7 @@ class _Comparison:
             self.rates,
             self.expect,
             num_cached_tokens=self.wishes.num_prompt_tokens,
+            host=self.host and self.host.setup(facts, plan, row.precision, self.rates),
         )
         if row.strategy is Strategy.SPECULATIVE:
             tpot_s = model.speculative_tpot_s(row.num_draft_tokens)
@@ -289,7 +296,20 @@ class _Comparison:
         else:
             tpot_s = model.plain_step().total_s
         ttft_s = model.ttft_s(self.wishes.num_prompt_tokens)
-        return replace(row, hit_rate=model.hit_rate, tpot_s=tpot_s, ttft_s=ttft_s)
+        return replace(
+            row,
+            hit_rate=model.hit_rate,
+            tpot_s=tpot_s,
+            ttft_s=ttft_s,
+            host_share=model.host_share(row.num_draft_tokens + 1),
+        )
+
+    def host_remark(self, row: PlanAlternative) -> str:
+        """What the processor beside the card has to do with a row's misses."""
+        return self.host.remark(self._facts_of(row.strategy), row) if self.host else ""
+
+    def _facts_of(self, strategy: Strategy) -> ModelFacts:
+        return self.compact_facts if strategy is Strategy.COMPACT else self.facts
 
     def objection(self, row: PlanAlternative) -> str:
         """Why a row that fits may not be chosen; empty where it may."""

@@ -16,6 +16,8 @@ import math
 from dataclasses import dataclass, field, replace
 
 from ..config import MachineRates
+from .awaited import AwaitedMisses, divided
+from .host_misses import HostSetup
 
 FLOPS_PER_BYTE = 70.0
 """Operations that a card does while it reads one byte, where nobody measured them. Cautious:
@@ -191,6 +193,7 @@ class CostModel:
         room: The plan.
         expect: Routing and drafting.
         num_cached_tokens: Tokens in the KV cache that a step reads.
+        host: What the processor beside the card computes of its misses, `None` for nothing.
     """
 
     rates: MachineRates
@@ -198,6 +201,7 @@ class CostModel:
     room: CacheRoom
     expect: Expectations = field(default_factory=Expectations)
     num_cached_tokens: int = 512
+    host: HostSetup | None = None
 
     @property
     def slot_share(self) -> float:
@@ -231,6 +235,27 @@ class CostModel:
             per_byte += (1.0 - in_host) / rates.disk_bytes_per_s
         return num_records * (rates.link_latency_s + slot_bytes * per_byte)
 
+    def awaited(self, num_misses: float, num_tokens: int) -> AwaitedMisses:
+        """What a pass of so many tokens waits for, of misses that nothing brought before."""
+        record_s, host = self.link_s(1), self.host
+        if host is None:
+            return AwaitedMisses(wait_s=num_misses * record_s, num_on_link=num_misses)
+        work, distinct = self.work, self.work.distinct_experts(num_tokens)
+        return divided(
+            num_misses,
+            host,
+            num_layers=work.num_layers,
+            num_choices=math.ceil(distinct),
+            held_share=host.num_held / (work.num_layers * work.num_experts),
+            link_record_s=record_s,
+            tokens_per_expert=num_tokens * work.top_k / distinct,
+        )
+
+    def host_share(self, num_tokens: int) -> float:
+        """Share of a pass's misses that the processor computes, where nothing came before."""
+        misses = self.misses(num_tokens)
+        return self.awaited(misses, num_tokens).num_on_host / misses if misses else 0.0
+
     def _expert_read_s(self, num_tokens: int) -> float:
         """Seconds in which the target reads its experts of so many tokens."""
         num_experts = self.work.num_layers * self.work.distinct_experts(num_tokens)
@@ -261,10 +286,11 @@ class CostModel:
         compute_s = self.compute_s(1) + self._handling_s(late + misses)
         needed_s = self.link_s(misses)
         in_time = recall * compute_s / (compute_s + needed_s)
+        awaited = self.awaited(misses * (1.0 - in_time), 1)
         hidden = self._resident_s(1, misses)
-        behind = max(0.0, needed_s - compute_s)
-        stall_s = max(0.0, needed_s * (1.0 - in_time) - hidden) + behind
-        moved = (late + misses) * self.room.slot_bytes
+        behind = max(0.0, needed_s - self.link_s(awaited.num_on_host) - compute_s)
+        stall_s = max(0.0, awaited.wait_s - hidden) + behind
+        moved = (late + misses - awaited.num_on_host) * self.room.slot_bytes
         return StepCosts(compute_s=compute_s, stall_s=stall_s, moved_bytes=moved)
 
     def _handling_s(self, num_records: float) -> float:
@@ -291,12 +317,13 @@ class CostModel:
 
     def _target_pass(self, num_tokens: int, *, prefetch_s: float, recall: float) -> StepCosts:
         misses = self.misses(num_tokens)
-        needed_s = self.link_s(misses)
-        hidden = min(recall * needed_s, prefetch_s) + self._resident_s(num_tokens, misses)
+        num_before = min(recall * misses, prefetch_s / self.link_s(1))
+        awaited = self.awaited(misses - num_before, num_tokens)
+        hidden = self._resident_s(num_tokens, misses)
         return StepCosts(
             compute_s=self.compute_s(num_tokens) + self._handling_s(misses),
-            stall_s=max(0.0, needed_s - hidden),
-            moved_bytes=misses * self.room.slot_bytes,
+            stall_s=max(0.0, awaited.wait_s - hidden),
+            moved_bytes=(num_before + awaited.num_on_link) * self.room.slot_bytes,
         )
 
     def _resident_s(self, num_tokens: int, misses: float) -> float:

@@ -13,6 +13,7 @@ from ..events import MemoryPlan, PlanAlternative, PlannedSteps
 from ..types import DraftDense, DraftExperts, Strategy
 from .budget import ModelFacts
 from .cost_model import CacheRoom, CostModel, Expectations
+from .host_misses import HostSetup
 
 
 def cost_model_of(
@@ -22,6 +23,7 @@ def cost_model_of(
     expect: Expectations,
     *,
     num_cached_tokens: int,
+    host: HostSetup | None = None,
 ) -> CostModel:
     """Returns what predicts the passes of a model whose memory is divided as planned.
 
@@ -31,6 +33,7 @@ def cost_model_of(
         rates: The machine.
         expect: Routing and drafting.
         num_cached_tokens: Tokens in the KV cache that a step reads.
+        host: What the processor beside the card computes of its misses.
     """
     assert facts.work is not None
     dense = facts.work.dense_read_bytes
@@ -49,6 +52,7 @@ def cost_model_of(
         room=room,
         expect=expect,
         num_cached_tokens=num_cached_tokens,
+        host=host,
     )
 
 

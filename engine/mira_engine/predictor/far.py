@@ -18,7 +18,7 @@ from mira_kernels import native
 from torch.nn import functional
 
 from .coverage import coverage
-from .features import selection_counts
+from .features import pieces_of, selection_counts
 from .traces import RoutingTrace
 
 STRIDE = 8
@@ -156,6 +156,7 @@ def train_far_head(
     samples: FarSamples,
     *,
     seed: int,
+    rows_at_once: int | None = None,
     check_cancelled: Callable[[], None] = lambda: None,
 ) -> FarHead | None:
     """Trains a layer's far head; later layers that popularity predicts as well are left out.
@@ -163,6 +164,7 @@ def train_far_head(
     Args:
         samples: Of one layer.
         seed: Of the first weights and the order of samples.
+        rows_at_once: Most tokens that are computed at once, `None` for a whole batch.
         check_cancelled: Called after every epoch; raises where the work should stop.
 
     Returns:
@@ -174,7 +176,7 @@ def train_far_head(
     seen = samples.hidden[rows]
     mean, scale = seen.mean(dim=0), seen.std(dim=0, correction=0)
     scale = scale.clamp_min(1e-3 * float(scale.mean()) + 1e-8)
-    inner, outer, bias = _fit(samples, rows, mean, scale, seed, check_cancelled)
+    inner, outer, bias = _fit(samples, rows, mean, scale, seed, rows_at_once, check_cancelled)
     # The norm folded into the first product: ((x - mean) / scale) @ inner.T.
     folded = inner / scale
     inner_bias = -(folded @ mean)
@@ -201,6 +203,7 @@ def _fit(
     mean: torch.Tensor,
     scale: torch.Tensor,
     seed: int,
+    rows_at_once: int | None,
     check_cancelled: Callable[[], None],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns the inner and outer matrix and the outer bias, for standardised inputs."""
@@ -222,12 +225,14 @@ def _fit(
     top_k = samples.target_ids.shape[-1]
     for _ in range(num_epochs):
         for batch in rows[torch.randperm(len(rows), generator=generator)].split(_BATCH_SIZE):
-            inputs = (samples.hidden[batch] - mean) / scale
-            logits = (inputs @ inner.T @ outer.T + bias).view(-1, samples.num_experts)
-            ids = samples.target_ids[batch].flatten(0, 1)
-            shares = selection_counts(ids, samples.num_experts) / top_k
             optimiser.zero_grad()
-            functional.cross_entropy(logits, shares).backward()
+            for piece, share in pieces_of(batch, rows_at_once):
+                inputs = (samples.hidden[piece] - mean) / scale
+                logits = (inputs @ inner.T @ outer.T + bias).view(-1, samples.num_experts)
+                ids = samples.target_ids[piece].flatten(0, 1)
+                shares = selection_counts(ids, samples.num_experts) / top_k
+                loss = functional.cross_entropy(logits, shares)
+                (loss * share).backward()
             optimiser.step()
             schedule.step()
         check_cancelled()
@@ -241,15 +246,16 @@ def _better_than_popular(
     inner, inner_bias, outer, bias = parts
     held_out = samples.is_validation
     units = torch.addmm(inner_bias, samples.hidden[held_out], inner.T)
-    logits = torch.addmm(bias, units, outer.T)
-    logits = logits.view(len(units), len(samples.targets), samples.num_experts)
+    num_experts = samples.num_experts
     top_k = samples.target_ids.shape[-1]
     kept = []
     for position in range(len(samples.targets)):
         ids = samples.target_ids[held_out, position]
-        seen = selection_counts(samples.target_ids[rows, position], samples.num_experts).sum(dim=0)
+        own = slice(position * num_experts, (position + 1) * num_experts)
+        logits = torch.addmm(bias[own], units, outer[own].T)  # One layer's: all are large.
+        seen = selection_counts(samples.target_ids[rows, position], num_experts).sum(dim=0)
         popular = seen.expand(len(ids), -1)
-        found = coverage(logits[:, position], ids, (top_k,))[0]
+        found = coverage(logits, ids, (top_k,))[0]
         if found > coverage(popular, ids, (top_k,))[0]:
             kept.append(position)
     return kept

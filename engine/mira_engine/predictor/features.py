@@ -7,6 +7,7 @@ on tensors; nothing here knows a model.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -31,8 +32,8 @@ class LayerFeatures:
     def __len__(self) -> int:
         return self.histogram.shape[0]
 
-    def select(self, rows: torch.Tensor) -> LayerFeatures:
-        """Returns the situations at `rows`, an index or a mask."""
+    def select(self, rows: torch.Tensor | slice) -> LayerFeatures:
+        """Returns the situations at `rows`, an index, a mask or a slice."""
         return LayerFeatures(
             hidden=None if self.hidden is None else self.hidden[rows],
             router_logits=None if self.router_logits is None else self.router_logits[rows],
@@ -46,6 +47,21 @@ def selection_counts(top_k_index: torch.Tensor, num_experts: int) -> torch.Tenso
     index = top_k_index.to(torch.int64)
     counts = torch.zeros(index.shape[0], num_experts)
     return counts.scatter_add_(1, index, torch.ones(index.shape))
+
+
+def pieces_of(rows: torch.Tensor, rows_at_once: int | None) -> Iterator[tuple[torch.Tensor, float]]:
+    """Divides a batch into what is computed at once.
+
+    Args:
+        rows: `[B]`, its situations.
+        rows_at_once: Most of a piece, `None` for all of them.
+
+    Yields:
+        The situations of each piece, and their share of the batch.
+    """
+    num_rows = max(1, len(rows))
+    for piece in rows.split(rows_at_once or num_rows):
+        yield piece, len(piece) / num_rows
 
 
 def token_features(

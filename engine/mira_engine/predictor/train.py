@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from .baselines import CountTable, Popularity, Predictor, PredictorKind, RouterWeights, TargetRouter
 from .coverage import coverage
-from .features import LayerFeatures, selection_counts, token_features
+from .features import LayerFeatures, pieces_of, selection_counts, token_features
 from .heads import MixtureHead
 from .traces import RoutingTrace
 
@@ -203,6 +203,7 @@ def train_head(
     samples: LayerSamples,
     settings: TrainingSettings,
     *,
+    rows_at_once: int | None = None,
     check_cancelled: Callable[[], None] = lambda: None,
 ) -> Predictor:
     """Trains a MixtureHead and folds it.
@@ -210,6 +211,8 @@ def train_head(
     Args:
         samples: Of one layer.
         settings: Epochs, rates, seed.
+        rows_at_once: Most situations that are computed at once, `None` for a whole batch. A
+            step is the same but for rounding.
         check_cancelled: Called after every epoch; raises where the work should stop.
     """
     with torch.random.fork_rng(devices=[]):
@@ -230,20 +233,37 @@ def train_head(
             settings.batch_size
         ):
             optimiser.zero_grad()
-            functional.cross_entropy(head(samples.features.select(batch)), shares[batch]).backward()
+            for piece, share in pieces_of(batch, rows_at_once):
+                loss = functional.cross_entropy(head(samples.features.select(piece)), shares[piece])
+                (loss * share).backward()
             optimiser.step()
             schedule.step()
         check_cancelled()
-        with torch.no_grad():
-            loss = float(functional.cross_entropy(head(held_out), held_out_shares))
-        if loss < best_loss:
-            best, best_loss, num_worse = copy.deepcopy(head.state_dict()), loss, 0
+        held_out_loss = _loss(head, held_out, held_out_shares, rows_at_once)
+        if held_out_loss < best_loss:
+            best, best_loss, num_worse = copy.deepcopy(head.state_dict()), held_out_loss, 0
         else:
             num_worse += 1
             if num_worse > settings.patience:
                 break
     head.load_state_dict(best)
     return head.fold(samples.own_router)
+
+
+@torch.no_grad()
+def _loss(
+    head: MixtureHead, features: LayerFeatures, shares: torch.Tensor, rows_at_once: int | None
+) -> float:
+    """Returns the mean loss of situations that are not trained on; nan of none."""
+    num_rows = len(features)
+    if not num_rows:
+        return float("nan")
+    total, size = 0.0, rows_at_once or num_rows
+    for start in range(0, num_rows, size):
+        piece = slice(start, start + size)
+        loss = functional.cross_entropy(head(features.select(piece)), shares[piece])
+        total += float(loss) * (len(shares[piece]) / num_rows)
+    return total
 
 
 def _parameter_groups(head: MixtureHead, settings: TrainingSettings) -> list[dict[str, Any]]:
@@ -307,9 +327,12 @@ def train_layer(
     samples: LayerSamples,
     settings: TrainingSettings,
     *,
+    rows_at_once: int | None = None,
     check_cancelled: Callable[[], None] = lambda: None,
 ) -> LayerChoice:
     """Fits the baselines, trains the head, and returns who wins on the validation prompts."""
     candidates = fit_baselines(samples)
-    candidates[PredictorKind.HEAD] = train_head(samples, settings, check_cancelled=check_cancelled)
+    candidates[PredictorKind.HEAD] = train_head(
+        samples, settings, rows_at_once=rows_at_once, check_cancelled=check_cancelled
+    )
     return choose(candidates, samples)

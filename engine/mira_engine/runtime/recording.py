@@ -127,6 +127,8 @@ class BatchRecording:
         executor: Computes its experts.
         end_ids: Tokens that end a reply.
         settings: Bounds.
+        most_pass_tokens: Prompt tokens of one pass, padding included, where a batch may have
+            more than there is memory for; a prompt is not divided.
     """
 
     def __init__(
@@ -135,6 +137,8 @@ class BatchRecording:
         executor: ExpertExecutor,
         end_ids: frozenset[int],
         settings: RecordingSettings,
+        *,
+        most_pass_tokens: int,
     ) -> None:
         if model.config._attn_implementation == ATTENTION_IMPLEMENTATION:
             model.set_attn_implementation("sdpa")  # Ours may leave a padding mask out.
@@ -142,6 +146,7 @@ class BatchRecording:
         self._executor = executor
         self._end_ids = torch.tensor(sorted(end_ids), dtype=torch.int64)
         self._settings = settings
+        self._most_pass_tokens = most_pass_tokens
         self._num_layers = stamp(model, executor)
 
     def write(
@@ -153,6 +158,7 @@ class BatchRecording:
         skipped: Sequence[int],
         *,
         on_pass: Callable[[int], None] = lambda num_tokens: None,
+        on_prompts: Callable[[int], None] = lambda num_tokens: None,
     ) -> None:
         """Records a batch and writes it as one part.
 
@@ -163,13 +169,33 @@ class BatchRecording:
             sequences: Number of each prompt in the whole recording.
             skipped: First tokens of each prompt that are not kept: what others begin with too.
             on_pass: Told the recorded tokens after each pass; raises to stop.
+            on_prompts: Told the prompt tokens of a pass before it, padding included, and 0 after.
         """
         recorder = RoutingRecorder(self._executor, self._num_layers)
+        cut = [list(prompt[: self._settings.max_prompt_tokens]) for prompt in prompts]
+        found: list[tuple[torch.Tensor, torch.Tensor]] = []
+        num_before = 0
         stamp(self._model, recorder)
         try:
-            sequence, is_reply = self._read(recorder, prompts, sequences, skipped, on_pass)
+            for group in groups_of(list(map(len, cut)), self._most_pass_tokens):
+
+                def tell(num_tokens: int, num_before: int = num_before) -> None:
+                    on_pass(num_before + num_tokens)
+
+                found.append(
+                    self._read(
+                        recorder,
+                        cut[group],
+                        sequences[group],
+                        skipped[group],
+                        tell,
+                        on_prompts,
+                    )
+                )
+                num_before += len(found[-1][0])
         finally:
             stamp(self._model, self._executor)
+        sequence, is_reply = (torch.cat(each) for each in zip(*found, strict=True))
         trace = RoutingTrace(
             ids=torch.stack([torch.cat(ids) for ids in recorder.ids], dim=1),
             weights=torch.stack([torch.cat(weights) for weights in recorder.weights], dim=1),
@@ -186,16 +212,18 @@ class BatchRecording:
         sequences: Sequence[int],
         skipped: Sequence[int],
         on_pass: Callable[[int], None],
+        on_prompts: Callable[[int], None],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs the passes. Returns each kept token's prompt, int32, and whether it was made."""
-        cut = [list(prompt[: self._settings.max_prompt_tokens]) for prompt in prompts]
-        tokens, mask = _pad_left(cut)
+        tokens, mask = _pad_left(prompts)
         numbers = torch.tensor(list(sequences), dtype=torch.int32)
         positions = (mask.cumsum(dim=1) - 1).clamp_min(0)
         is_kept = (mask == 1) & (positions >= torch.tensor(list(skipped))[:, None])
         recorder.rows = is_kept.flatten().nonzero()[:, 0]
         cache = DynamicCache(config=self._model.config)
+        on_prompts(tokens.numel())
         following = self._pass(tokens, mask, positions, cache, Phase.PREFILL)
+        on_prompts(0)
         kept = [numbers.repeat_interleave(is_kept.sum(dim=1))]
         num_prompt_tokens = len(kept[0])
         on_pass(num_prompt_tokens)
@@ -235,6 +263,23 @@ class BatchRecording:
         ).logits
         self._executor.end_pass(1)
         return logits[:, -1].argmax(dim=-1)
+
+
+def groups_of(lengths: Sequence[int], most_tokens: int) -> tuple[slice, ...]:
+    """Divides a batch into what is read at once: neighbours of few enough tokens, padded.
+
+    Args:
+        lengths: Tokens of each prompt.
+        most_tokens: Of a group of more than one prompt.
+    """
+    starts, longest = [0], 0
+    for number, length in enumerate(lengths):
+        longest = max(longest, length)
+        if number > starts[-1] and (number + 1 - starts[-1]) * longest > most_tokens:
+            starts.append(number)
+            longest = length
+    ends = [*starts[1:], len(lengths)]
+    return tuple(slice(start, end) for start, end in zip(starts, ends, strict=True))
 
 
 def _pad_left(prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -69,9 +69,39 @@ def as_shortage(
     return shortage
 
 
+def shortage_of(
+    error: BaseException, what: str, plan: MemoryPlan | None = None
+) -> MemoryShortageError | None:
+    """Returns what `as_shortage` does, and of a shortage that was told before a copy.
+
+    The copy has its figures and notes, and like all others no traceback; where a reader has
+    told it, which knows no plan, it gets the one that is given.
+    """
+    if not isinstance(error, MemoryShortageError):
+        return as_shortage(error, what, plan)
+    copy = MemoryShortageError(error.message, hint=error.hint)
+    copy.planned_bytes, copy.budget_bytes = error.planned_bytes, error.budget_bytes
+    if plan is not None and not copy.planned_bytes:
+        copy.planned_bytes, copy.budget_bytes = plan.total_bytes, plan.budget_bytes
+    copy.num_prompt_tokens = error.num_prompt_tokens
+    for note in getattr(error, "__notes__", ()):
+        copy.add_note(note)
+    return copy
+
+
 def smaller_chunk(num_tokens: int) -> int:
     """Returns how many prompt tokens to read at once where so many took too much."""
     return max(LEAST_CHUNK, num_tokens // 4)
+
+
+def is_long_pass(num_tokens: int, most_tokens: int) -> bool:
+    """Whether a pass over a prompt that failed took the memory, rather than what lies below it.
+
+    Args:
+        num_tokens: Prompt tokens of the pass, 0 where it was another one.
+        most_tokens: Those of the longest passes.
+    """
+    return num_tokens > LEAST_CHUNK and 2 * num_tokens >= most_tokens
 
 
 def give_memory_back() -> None:
