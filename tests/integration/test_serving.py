@@ -17,7 +17,7 @@ from served import KEY, fake_serve, serving
 
 REPLY = "".join(fake_engine.WORDS)
 HELLO = [{"role": "user", "content": "hello"}]
-TIMEOUT_S = 60
+TIMEOUT_S = 300
 CHAT = "/v1/chat/completions"
 
 

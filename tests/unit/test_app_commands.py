@@ -26,7 +26,7 @@ from mira_engine.events import DepthResult
 from typer.testing import CliRunner
 
 PROGRAM = Path(__file__).parents[1] / "app_fakes.py"
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 
 
 @pytest.fixture

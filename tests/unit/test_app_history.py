@@ -357,7 +357,7 @@ def test_two_apps_writing_at_once_keep_everything_of_both(path):
     children = [start_child(path, name, num_chats=12, num_turns=6) for name in ("one", "two")]
     go(*children)
     for child in children:
-        child.communicate(timeout=60)
+        child.communicate(timeout=300)
         assert child.returncode == 0
     check_file(path)
     with opened(path) as store:

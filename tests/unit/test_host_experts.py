@@ -27,7 +27,7 @@ from mira_kernels.triton_experts import Between, expert_outputs, group_by_expert
 from random_experts import NUM_EXPERTS, STORED, Layer, hidden_states, routing, worst_error
 
 DEVICE = torch.device("cpu")
-WAIT_S = 20.0
+WAIT_S = 60.0
 FORMS = {
     "silu": {},
     "gelu": {"between": Between.GELU_GATE},
