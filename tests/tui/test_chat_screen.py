@@ -168,6 +168,7 @@ async def test_engine_with_thinking_and_trimmed_context_end_to_end(tmp_path):
             await until(pilot, lambda: app.controller.can_send)
             assert app.controller.conversation.head.thinking == "".join(THOUGHTS)
             assert app.controller.residency.regions == ("HS.s",)
+            await until(pilot, lambda: len(app.chat_screen.query(InfoMessage)) == 1)
             (info,) = app.chat_screen.query(InfoMessage)
             assert "no longer sees the oldest 4 messages" in str(info.content)
     finally:
