@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import psutil
-import pytest
 from e2e.terminal import Terminal
 
 APP = Path(__file__).parents[1] / "app_fakes.py"
@@ -49,7 +48,9 @@ def engines_of(terminal: Terminal) -> list[psutil.Process]:
     return [child for child in children if any("fake_engine" in each for each in child.cmdline())]
 
 
-def wait_for_end(terminal: Terminal, engines: list[psutil.Process], timeout_s: float | None = None) -> None:
+def wait_for_end(
+    terminal: Terminal, engines: list[psutil.Process], timeout_s: float | None = None
+) -> None:
     assert terminal.wait_exit(timeout_s) == 0
     _, alive = psutil.wait_procs(engines, timeout=0.0)
     assert not alive, "the program has left an engine behind"
