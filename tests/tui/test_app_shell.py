@@ -59,6 +59,8 @@ async def test_draft_is_kept_by_a_timer_that_ends_while_the_chat_is_taken_down(p
     app = make_app(paths)
     async with app.run_test(size=(80, 24)) as pilot:
         await until(pilot, lambda: app._is_chat_dressed)
+        await settle(pilot)
+        app._poll_timer.pause()  # A poll would look for what is gone.
         await app.chat_screen.query("*").remove()
         await app._remember()
         assert unsent_of(app).draft == "kept"
