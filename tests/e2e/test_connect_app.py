@@ -21,6 +21,9 @@ def test_connected_app_chats_stops_and_leaves(data_dir):
         terminal.wait_for("fake-moe", server.address, "Ask something.")
         terminal.type("What is a cache?\r")
         terminal.wait_for("things near.")
+        terminal.wait_until(  # Enter sends nothing while a reply is under way.
+            lambda screen: screen.splitlines()[0].endswith("ready"), what="the end of the reply"
+        )
         server.scripts.append(stalls("A cache is small"))
         terminal.type("And briefly?\r")
         terminal.wait_for("A cache is small")
