@@ -20,7 +20,7 @@ export PIP_NO_INPUT := 1
 export PYTHONUNBUFFERED := 1
 
 .DELETE_ON_ERROR:
-.PHONY: help chat test test-app test-engine test-gptq lint bench soak wheel clean
+.PHONY: help chat test test-screens test-app test-engine test-gptq lint bench soak wheel clean
 
 help:
 	@echo 'make chat    install into .venv and open the program'
@@ -51,23 +51,26 @@ $(VENV)/.test: $(VENV)/.app
 chat: $(VENV)/.app
 	$(BIN)/mira-chat
 
-# Two halves side by side, a core each, whole lines of both as they come. The screens have a
-# process of their own: beside torch and what it compiled, the garbage collector alone stops
-# them for longer than they settle in.
+# Side by side on two cores, whole lines of all as they come: two halves that compute, and the
+# screens, which wait for two thirds of their time. They have a process of their own: beside torch
+# and what it compiled, the garbage collector alone stops them for longer than they settle in.
 test: lint
-	@$(MAKE) --no-print-directory --jobs=2 --keep-going test-app test-engine
+	@$(MAKE) --no-print-directory --jobs=3 --keep-going test-screens test-app test-engine
 
-# Some of the engine's folders are with the app's, so that both halves take about as long.
-SHORT_ENGINE_TESTS := tests/kernels tests/gptq tests/simulator tests/predictor tests/families
-APP_TESTS := tests/tui tests/unit tests/property tests/e2e $(SHORT_ENGINE_TESTS)
+# Some of the engine's tests are with the app's, so that both halves take about as long, and
+# all that want the built-in model are in one, which prepares it.
+ENGINE_TESTS_BESIDE_APP := tests/gptq tests/simulator tests/families tests/integration/test_builtin.py
+APP_TESTS := tests/unit tests/property tests/e2e $(ENGINE_TESTS_BESIDE_APP)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
+test-screens: $(VENV)/.test
+	$(PYTEST) tests/tui $(PYTEST_ARGS) | sed -u 's/^/screens | /'
+
 test-app: $(VENV)/.test
-	$(PYTEST) tests/tui $(PYTEST_ARGS) | sed -u 's/^/app    | /'
-	$(PYTEST) $(filter-out tests/tui,$(APP_TESTS)) $(PYTEST_ARGS) | sed -u 's/^/app    | /'
+	$(PYTEST) $(APP_TESTS) $(PYTEST_ARGS) | sed -u 's/^/app     | /'
 
 test-engine: $(VENV)/.test
-	$(PYTEST) $(addprefix --ignore=,$(APP_TESTS)) $(PYTEST_ARGS) | sed -u 's/^/engine | /'
+	$(PYTEST) $(addprefix --ignore=,tests/tui $(APP_TESTS)) $(PYTEST_ARGS) | sed -u 's/^/engine  | /'
 
 # Beside the environment, not in it: transformers behaves otherwise where it finds the library,
 # and its own wish for a newer torch is left aside.

@@ -17,7 +17,7 @@ Run as `python fake_engine.py [MODE ...]`; a mode changes one behaviour:
     slow-prepare    preparation goes on until cancelled
     die-mid-prepare=PATH  ten layers, each noted in PATH once it is done; SIGKILLs itself
                     after the fifth, and goes on from there the next time
-    stubborn        ends by SIGKILL alone, or a minute after its start
+    stubborn        ends by SIGKILL alone, or ten minutes after its start
     escapes         the reply carries terminal control sequences, split over deltas
     empty           the reply has no text
     thinking        the reply has thinking before it, with an escape sequence
@@ -169,7 +169,7 @@ class FakeEngine:
             threading.Event().wait()
         if "stubborn" in self.modes:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            threading.Timer(60.0, os._exit, (1,)).start()
+            threading.Timer(600.0, os._exit, (1,)).start()
         threading.Thread(target=self.beat, daemon=True).start()
         threading.Thread(target=self.read, daemon=True).start()
         while (request := self.requests.get()) is not None:

@@ -17,8 +17,7 @@ from typing import Any
 
 WORDS = ("A cache ", "keeps ", "**hot** ", "things ", "near.")
 REPLY = "".join(WORDS)
-WAIT_S = 30
-LINGER_S = 1.0
+WAIT_S = 60
 """Only a failure takes so long."""
 
 _POLL_S = 0.02
@@ -208,7 +207,7 @@ def cuts(*words: str, is_clean: bool) -> Script:
         if is_clean:
             handler.end_stream()
             # Closed at once, what is still on its way to a slow client may be lost.
-            handler.connection.settimeout(LINGER_S)
+            handler.connection.settimeout(WAIT_S)
             with contextlib.suppress(OSError):
                 handler.connection.shutdown(socket.SHUT_WR)
                 while handler.connection.recv(4096):

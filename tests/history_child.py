@@ -10,11 +10,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from mira_app import history_file
 from mira_app.conversation import Conversation
 from mira_app.history import HistoryStore, StoredChat
 
 
 def main() -> None:
+    history_file.BUSY_S = 300.0  # however long the other is at it on a slow disk
     path, name = Path(sys.argv[1]), sys.argv[2]
     num_chats, num_turns = int(sys.argv[3]), int(sys.argv[4])
     store = HistoryStore(path)

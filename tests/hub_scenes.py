@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -23,7 +24,9 @@ from safetensors.torch import load_file, save_file
 
 REPO = "owner/tiny"
 SHARD = "model-00003-of-00010.safetensors"
-SHORT = Patience(num_tries=2, num_asks=2, first_wait_s=0.01, longest_wait_s=1, read_timeout_s=0.3)
+SHORT = Patience(num_tries=2, num_asks=2, first_wait_s=0.01, longest_wait_s=1, read_timeout_s=60)
+"""Gives up soon whatever fails, and waits for what a busy machine is slow to send."""
+
 NEEDED = {
     "chat_template.jinja", "config.json", "generation_config.json", "tokenizer.json",
     "tokenizer_config.json", "model.safetensors.index.json",
@@ -74,6 +77,13 @@ PASSING_FAULTS = {
     "busy, now free": (hub_server.status(429, Retry_After="0"),),
 }
 """Faults of one file that nobody needs to hear of."""
+
+
+def patience_with(fault: str) -> Patience:
+    """Returns a patience that ends soon with that fault; silence is one to those that stall alone,
+    since a busy machine is silent, too.
+    """
+    return dataclasses.replace(SHORT, read_timeout_s=0.5) if "stalled" in fault else SHORT
 
 
 def publish(folder: Path) -> Path:

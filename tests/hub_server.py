@@ -23,6 +23,8 @@ from urllib.parse import unquote, urlsplit
 
 LFS_BYTES = 20_000
 TOKEN = "hf_secretOfTheTests"
+STALL_S = 600
+"""Longer than any client has patience for: a stall ends with its hub."""
 
 Fault = Callable[["_Handler", bytes, int], None]
 """Answers a GET in place of the server: handler, the bytes asked for, their offset."""
@@ -358,7 +360,7 @@ def stall(at: float = 0.5) -> Fault:
         handler.send(status, data[: int(at * len(data))], headers, len(data) or 1)
         handler.wfile.flush()
         handler.server.hub.stalled.set()
-        handler.server.hub.released.wait(30)
+        handler.server.hub.released.wait(STALL_S)
         handler.close_connection = True
 
     return answer

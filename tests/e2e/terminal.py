@@ -22,8 +22,10 @@ from pathlib import Path
 
 import pexpect
 import pyte
+from programs import interruptible
 
-DEFAULT_TIMEOUT_S = 30.0
+DEFAULT_TIMEOUT_S = 120.0
+"""Only a failure takes so long."""
 
 KEYS = {
     "enter": "\r",
@@ -90,19 +92,20 @@ class Terminal:
         self._screen = pyte.Screen(columns, lines)
         self._stream = pyte.ByteStream(self._screen)
         self._pending = b""
-        self._child = pexpect.spawn(
-            program,
-            arguments,
-            dimensions=(lines, columns),
-            cwd=folder,
-            env={
-                **os.environ,
-                "TERM": "xterm-256color",
-                "COLORTERM": "truecolor",
-                "LANG": "C.UTF-8",
-                **(environment or {}),
-            },
-        )
+        with interruptible():
+            self._child = pexpect.spawn(
+                program,
+                arguments,
+                dimensions=(lines, columns),
+                cwd=folder,
+                env={
+                    **os.environ,
+                    "TERM": "xterm-256color",
+                    "COLORTERM": "truecolor",
+                    "LANG": "C.UTF-8",
+                    **(environment or {}),
+                },
+            )
         self._child.delaybeforesend = None
 
     def __enter__(self) -> Terminal:

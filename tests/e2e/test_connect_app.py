@@ -18,9 +18,12 @@ def test_connected_app_chats_stops_and_leaves(data_dir):
     state = StateFile(data_dir / "state" / "state.json")
     state.save(AppState(is_tour_done=True, model="builtin"))
     with FakeServer() as server, Terminal([*PROGRAM, "--connect", server.root]) as terminal:
-        terminal.wait_for("fake-moe", server.address, "Ask something.", timeout_s=60)
+        terminal.wait_for("fake-moe", server.address, "Ask something.")
         terminal.type("What is a cache?\r")
         terminal.wait_for("things near.")
+        terminal.wait_until(  # Enter sends nothing while a reply is under way.
+            lambda screen: screen.splitlines()[0].endswith("ready"), what="the end of the reply"
+        )
         server.scripts.append(stalls("A cache is small"))
         terminal.type("And briefly?\r")
         terminal.wait_for("A cache is small")
@@ -45,7 +48,7 @@ def test_connected_app_sends_the_last_chat_only_where_it_was_named(data_dir):
             FakeServer() as server,
             Terminal([*PROGRAM, *command, "--connect", server.root]) as terminal,
         ):
-            terminal.wait_for("fake-moe", "Ask something.", timeout_s=60)
+            terminal.wait_for("fake-moe", "Ask something.")
             terminal.type("What is a cache?\r")
             terminal.wait_for("things near.")
             messages = [each["content"] for each in server.requests[-1]["messages"]]
@@ -61,5 +64,5 @@ def test_connected_app_sends_the_last_chat_only_where_it_was_named(data_dir):
 
 def test_server_that_is_not_there_ends_the_command_before_a_screen(data_dir):
     with Terminal([*PROGRAM, "--connect", "http://127.0.0.1:1"]) as terminal:
-        terminal.wait_for("error: Nothing can be reached at 127.0.0.1:1.", timeout_s=60)
+        terminal.wait_for("error: Nothing can be reached at 127.0.0.1:1.")
         assert terminal.wait_exit() == 1

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 
 
 def test_doctor_tells_program_engine_and_model(tiny_checkpoint, data_dir):

@@ -15,7 +15,7 @@ from programs import begun
 
 PROGRAM = [sys.executable, "-m", "mira_app.cli"]
 REPO = "owner/tiny"
-TIMEOUT_S = 90
+TIMEOUT_S = 300
 
 
 @pytest.fixture

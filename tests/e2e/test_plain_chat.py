@@ -15,7 +15,7 @@ from mira_app.paths import history_path
 from mira_app.stored_chat import StoredChat
 
 PROGRAM = Path(__file__).parents[1] / "app_fakes.py"
-TIMEOUT_S = 30
+TIMEOUT_S = 300
 
 
 def command(folder: Path, *args: str, modes: str = "") -> list[str]:

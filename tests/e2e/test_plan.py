@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 
 
 def plan(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -16,7 +16,7 @@ import pytest
 from programs import begun
 
 PROGRAM = [sys.executable, "-m", "mira_app.cli"]
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 
 
 def mira_chat(*arguments: str | Path, stdin: str = "") -> subprocess.CompletedProcess[str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 PREAMBLE = Path(__file__).parents[1] / "without_posix"
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 
 OPTIONAL = {"lm_eval", "gptqmodel", "starlette", "uvicorn"}
 """What need not be installed, on any system."""

@@ -11,7 +11,7 @@ import pytest
 from fake_server import REPLY, FakeServer, cuts, refuses, says
 
 PROGRAM = [sys.executable, "-m", "mira_app.cli"]
-TIMEOUT_S = 60
+TIMEOUT_S = 300
 KEY = "sk-secret-of-the-tests"
 
 

@@ -22,7 +22,8 @@ from mira_engine.types import DraftExperts, Precision
 
 pytest.importorskip("triton", reason="triton has no wheel for this system")
 
-NEW_TOKENS = 10
+NEW_TOKENS = 6
+"""Two rounds of a draft; the interpreter takes its time over each."""
 
 
 @pytest.fixture(scope="module")
@@ -70,13 +71,11 @@ def test_text_of_quantised_experts_on_a_card_is_the_processors(
 
 def test_text_does_not_depend_on_the_budget(prepared, load, queues: FakeQueues) -> None:
     home = prepared("qwen2_moe", Precision.NESTED)
-    whole = load(home, precision=Precision.NESTED, gpu=0)
+    expected = _text(load(home, precision=Precision.NESTED))  # as with all experts on the card
     small = load(home, precision=Precision.NESTED, gpu=0, budget=MemoryAmount(share=0.6))
-    assert small.plan.num_slots < whole.plan.num_slots
+    assert small.plan.num_slots < small.cache_setup.num_layers * small.cache_setup.num_experts
 
-    expected, found = _text(whole), _text(small)
-
-    assert found == expected
+    assert _text(small) == expected
     meter = small.executor.meter
     assert meter.decode.num_misses > 0
 
@@ -86,12 +85,12 @@ def test_draft_on_a_card_changes_no_text_and_is_accepted_in_part(
     experts: DraftExperts, prepared, load, queues: FakeQueues
 ) -> None:
     home = prepared("qwen2_moe", Precision.NESTED)
-    plain = load(home, precision=Precision.NESTED, gpu=0)
+    expected = _text(load(home, precision=Precision.NESTED))  # as without a draft on the card
     drafting = load(
         home, precision=Precision.NESTED, gpu=0, num_draft_tokens=3, draft_experts=experts
     )
 
-    assert _text(drafting) == _text(plain)
+    assert _text(drafting) == expected
     assert drafting.executor.meter.num_drafted > 0
     assert drafting.executor.meter.num_accepted > 0
 

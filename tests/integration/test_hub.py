@@ -6,35 +6,28 @@ second one finishes with the same bytes as a run without faults.
 
 import io
 import json
-import os
-import random
-import signal
-import threading
-import time
+from dataclasses import replace
 from pathlib import Path
 
 import hub_server
 import huggingface_hub
 import pytest
 import tiny_models
+from hub_checks import check_finished, ignore, make
 from hub_scenes import (
     NEEDED,
     PASSING_FAULTS,
     REPO,
     SHARD,
-    SHARDS,
     SHORT,
     TOLD_FAULTS,
-    forking_child,
     hashes,
+    patience_with,
 )
 from huggingface_hub import constants
 from mira_engine import wire
-from mira_engine.checkpoint import hub, hub_download, writing
-from mira_engine.checkpoint.hub import Patience
-from mira_engine.checkpoint.preflight import SPARE_BYTES
+from mira_engine.checkpoint import hub, writing
 from mira_engine.errors import (
-    CancelledError,
     CheckpointError,
     DiskSpaceError,
     HubAccessError,
@@ -55,16 +48,9 @@ from mira_engine.events import (
 )
 from mira_engine.library import SOURCE_FILE
 from mira_engine.model_report import describe
-from mira_engine.planning import plan_model
 from mira_engine.prepare import prepare
 from mira_engine.types import Precision
 from mira_engine.worker import EventWriter, Worker
-
-CHILD = Path(__file__).parent / "hub_child.py"
-
-
-def ignore(*args):
-    """Takes progress and drops it."""
 
 
 @pytest.fixture
@@ -75,27 +61,6 @@ def server(hub_with_model):
 @pytest.fixture
 def library(hub_library):
     return hub_library
-
-
-def make(library, name=REPO, *, on_progress=ignore, **fields):
-    prepare(
-        library.resolve(name),
-        Precision.NESTED,
-        on_progress=on_progress,
-        patience=SHORT,
-        **fields,
-    )
-
-
-def check_finished(library, published, whole, name=REPO):
-    """The model is ready, made of exactly the published bytes, and nothing else was fetched."""
-    home = library.resolve(name)
-    assert home.is_ready(Precision.NESTED)
-    assert {path.name for path in home.checkpoint_dir.iterdir()} == NEEDED
-    for file in NEEDED:
-        assert (home.checkpoint_dir / file).read_bytes() == (published / file).read_bytes()
-    assert not list(home.checkpoint_dir.parent.parent.rglob(f"*{hub_download.PARTIAL_SUFFIX}"))
-    assert hashes(home) == whole
 
 
 # -- without faults -----------------------------------------------------------------------
@@ -242,7 +207,7 @@ def test_fault_in_a_file_is_told_and_the_second_try_finishes(
     case = TOLD_FAULTS[name]
     server.faults[SHARD] = list(case.faults)
     with pytest.raises(case.kind) as caught:
-        make(library)
+        make(library, patience=patience_with(name))
     assert case.words in str(caught.value)
     assert caught.value.hint
     assert not server.faults[SHARD]
@@ -254,7 +219,7 @@ def test_fault_in_a_file_is_told_and_the_second_try_finishes(
 @pytest.mark.parametrize("name", PASSING_FAULTS)
 def test_fault_that_passes_is_not_told(name, library, server, published, whole):
     server.faults[SHARD] = list(PASSING_FAULTS[name])
-    make(library)
+    make(library, patience=patience_with(name))
     assert not server.faults[SHARD]
     check_finished(library, published, whole)
 
@@ -420,8 +385,9 @@ def test_commit_that_was_taken_back_is_replaced_by_what_the_branch_names(
 
 def test_blob_of_wrong_contents_in_the_cache_is_fetched_anew(library, server, published, whole):
     server.faults["model-00009-of-00010.safetensors"] = [hub_server.status(503)] * 2
+    one_by_one = replace(SHORT, num_parallel=1)
     with pytest.raises(HubBusyError):
-        make(library)
+        make(library, patience=one_by_one)
     repo_dir = hub.cached_repo_dir(REPO)
     damaged = next((repo_dir / "snapshots").glob(f"*/{SHARD}"), None)
     assert damaged is not None
@@ -455,185 +421,3 @@ def test_no_room_is_said_before_a_weight_is_fetched(library, server, monkeypatch
     assert not server.bodies(SHARD)
     monkeypatch.setattr(writing, "free_bytes", free)
     make(library)
-
-
-# -- cancelled and killed -----------------------------------------------------------------
-
-
-def test_cancel_during_a_stall_ends_at_once_and_keeps_what_came(library, server, published, whole):
-    server.faults[SHARD] = [hub_server.stall(0.5)]
-    before = threading.active_count()
-    patience = Patience(read_timeout_s=60, first_wait_s=60)
-    cancelled_at = []
-
-    def is_cancelled():
-        if server.stalled.is_set() and not cancelled_at:
-            cancelled_at.append(time.monotonic())
-        return bool(cancelled_at)
-
-    with pytest.raises(CancelledError):
-        prepare(
-            library.resolve(REPO), Precision.NESTED,
-            on_progress=ignore, is_cancelled=is_cancelled, patience=patience,
-        )  # fmt: skip
-    assert time.monotonic() - cancelled_at[0] < 1.5
-    left = [each for each in threading.enumerate() if each.name.startswith("mira-hub")]
-    for thread in left:
-        thread.join(timeout=10.0)  # Told to end; how soon it does is the scheduler's.
-    assert not any(thread.is_alive() for thread in left), before
-    partials = list(hub.cached_repo_dir(REPO).rglob(f"*{hub_download.PARTIAL_SUFFIX}"))
-    assert sum(path.stat().st_size for path in partials) > 0
-    make(library)
-    assert server.bodies(SHARD)[-1].startswith("bytes=")
-    check_finished(library, published, whole)
-
-
-def test_cancel_while_the_hub_does_not_answer_ends_at_once(library, server):
-    server.faults["api"] = [hub_server.stall(0)]
-    started = []
-
-    def is_cancelled():
-        started.append(server.stalled.is_set())
-        return started[-1]
-
-    with pytest.raises(CancelledError):
-        make(library, is_cancelled=is_cancelled)
-
-
-@pytest.fixture
-def child(server, tmp_path):
-    with forking_child(CHILD, server, tmp_path) as process:
-        yield process
-
-
-def start(child, data_dir, stop_at=-1):
-    child.stdin.write(f"{data_dir} {REPO} {stop_at}\n")
-    child.stdin.flush()
-    word, pid = child.stdout.readline().split()
-    assert word == "pid"
-    return int(pid)
-
-
-def kill(child, pid):
-    os.kill(pid, signal.SIGKILL)
-    assert child.stdout.readline().split() == ["ended", str(-signal.SIGKILL)]
-
-
-def test_killed_at_ten_moments_and_run_again_ends_with_the_same_bytes(
-    child, server, library, published, whole, tmp_path
-):
-    moments = random.Random(6)
-    shards = SHARDS
-    num_converted = 16
-    data_dir, repo_dir = tmp_path / "data", hub.cached_repo_dir(REPO)
-    for _ in range(5):
-        server.stalled.clear()
-        missing = [
-            name
-            for name in shards
-            if not (
-                repo_dir / "blobs" / hub_server.etag_of((published / name).read_bytes())
-            ).exists()
-        ]
-        passes = moments.choice(missing)
-        for name in missing:
-            if name != passes:
-                server.faults[name] = [hub_server.stall(moments.random())]
-        pid = start(child, data_dir)
-        assert server.stalled.wait(60)
-        kill(child, pid)
-        server.released.set()
-        server.released = threading.Event()
-        server.faults.clear()
-        assert not library.resolve(REPO).ready_precisions
-        for path in repo_dir.glob("snapshots/*/model-*"):
-            assert path.read_bytes() == (published / path.name).read_bytes()
-    for _ in range(5):
-        pid = start(child, data_dir, moments.randrange(num_converted))
-        assert child.stdout.readline() == "stopped\n"
-        kill(child, pid)
-        assert not library.resolve(REPO).ready_precisions
-    start(child, data_dir)
-    assert child.stdout.readline() == "done\n"
-    assert child.stdout.readline() == "ended 0\n"
-    check_finished(library, published, whole)
-
-
-# -- described before the download --------------------------------------------------------
-
-
-def test_describe_fetches_no_weight_and_tells_what_prepare_then_takes(library, server, published):
-    made = describe(library.resolve(REPO), DescribeModel(request_id="r", model=REPO))
-    assert not server.bodies(SHARD)
-    assert (made.family, made.license, made.refusal) == ("qwen3_moe", "apache-2.0", "")
-    assert (made.num_layers, made.num_experts, made.top_k) == (2, 8, 2)
-    assert made.num_active_parameters < made.num_parameters
-    assert made.download_bytes == sum((published / name).stat().st_size for name in NEEDED)
-    small = sum((published / name).stat().st_size for name in NEEDED if "model-" not in name)
-    assert made.cached_bytes == small
-    sizes = {size.precision: size for size in made.sizes}
-    make(library)
-    home = library.resolve(REPO)
-    prepared = sum(
-        path.stat().st_size for path in home.root.rglob("*") if path.suffix == ".safetensors"
-    )
-    assert sizes[Precision.NESTED].prepared_bytes == pytest.approx(prepared, rel=0.02)
-    peak = sizes[Precision.NESTED].peak_bytes - SPARE_BYTES
-    assert peak == pytest.approx(library.disk_bytes(REPO), rel=0.02)
-    again = describe(home, DescribeModel(request_id="r", model=REPO))
-    assert (again.num_parameters, again.sizes) == (made.num_parameters, made.sizes)
-
-
-def test_describe_then_plan_needs_no_weight(library, server, tmp_path):
-    describe(library.resolve(REPO), DescribeModel(request_id="r", model=REPO))
-    made = plan_model(
-        library.resolve(REPO),
-        PlanModel(request_id="r", model=REPO),
-        data_dir=tmp_path,
-        cache_dir=None,
-    )
-    assert any(each.is_chosen for each in made.alternatives)
-    assert not server.bodies(SHARD)
-    assert library.installed() == []
-
-
-def test_describe_model_that_cannot_run_gives_the_reason_and_its_figures(library, server, tmp_path):
-    config = tiny_models.tiny_config("gpt_oss")
-    config.architectures = ["GptOssForCausalLM"]
-    config.quantization_config = {"quant_method": "awq"}
-    folder = tmp_path / "quantised"
-    config.save_pretrained(folder)
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"weight_map": {"lm_head.weight": "model-1.safetensors"}})
-    )
-    (folder / "model-1.safetensors").write_bytes(bytes(30_000))
-    server.add("owner/quantised", folder)
-    made = describe(library.resolve("owner/quantised"), DescribeModel(request_id="r", model="m"))
-    assert "awq" in made.refusal
-    assert made.hint
-    assert made.num_experts == 4
-    with pytest.raises(UnsupportedModelError, match="awq"):
-        make(library, "owner/quantised")
-    assert not server.bodies("model-1.safetensors")
-
-
-def test_describe_model_with_code_of_its_own_gives_the_reason(library, server, tmp_path):
-    folder = tmp_path / "own"
-    folder.mkdir()
-    fields = {"model_type": "own_moe", "auto_map": {"AutoConfig": "configuration_own.OwnConfig"}}
-    (folder / "config.json").write_text(json.dumps(fields))
-    (folder / "configuration_own.py").write_text("raise SystemExit('remote code ran')")
-    (folder / "model.safetensors").write_bytes((8).to_bytes(8, "little") + b"{}      ")
-    server.add("owner/own", folder)
-    made = describe(library.resolve("owner/own"), DescribeModel(request_id="r", model="m"))
-    assert "code from its own repository" in made.refusal
-    assert made.num_parameters == 0
-
-
-def test_describe_folder_and_builtin_need_no_hub(library, server, published):
-    folder = describe(library.resolve(str(published)), DescribeModel(request_id="r", model="m"))
-    builtin = describe(library.resolve("builtin"), DescribeModel(request_id="r", model="m"))
-    assert (folder.refusal, folder.num_experts, folder.download_bytes) == ("", 8, 0)
-    assert (builtin.refusal, builtin.num_experts) == ("", 16)
-    assert builtin.download_bytes > 90_000_000
-    assert server.requests == []

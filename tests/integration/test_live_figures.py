@@ -16,6 +16,7 @@ from mira_engine.runtime import executor as executor_module
 from mira_engine.runtime import telemetry
 from mira_engine.runtime.probe import PROFILE_FILE, MachineProfile
 from mira_engine.types import CachePolicy, CompileMode, ComputeDtype, Precision, Region
+from ticking_clock import TickingClock
 
 CHAT = (ChatMessage(role="user", content="Hello, who are you?"),)
 SLOW = LinkConfig(latency_s=1e-3)
@@ -59,17 +60,6 @@ def always_due(monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures at every token."""
     monkeypatch.setattr(telemetry, "STATS_INTERVAL_S", 0.0)
     monkeypatch.setattr(telemetry, "RESIDENCY_INTERVAL_S", 0.0)
-
-
-class TickingClock:
-    """In place of the `time` module: every look takes a second."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def perf_counter(self) -> float:
-        self.now += 1.0
-        return self.now
 
 
 def _stats(engine: Engine) -> ReplyStats:

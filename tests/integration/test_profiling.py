@@ -17,7 +17,9 @@ from mira_engine.policy.speculation import RoundObservation, SpeculationGovernor
 from mira_engine.prepare import prepare
 from mira_engine.profiles import save_profile
 from mira_engine.profiling import Sweep, profile_model
+from mira_engine.runtime import disk, draft, executor
 from mira_engine.types import CompileMode, ComputeDtype, DraftExperts, Lookahead, Precision
+from ticking_clock import TickingClock
 
 CHAT = [ChatMessage(role="user", content="Hello, who are you?")]
 CONFIG = EngineConfig(
@@ -267,7 +269,11 @@ def test_window_of_k_has_a_batch_after_every_token(
     assert engine.executor.driver.lookahead.is_empty
 
 
-def test_prefetches_are_used_and_their_link_time_is_measured(load: Callable[..., Engine]) -> None:
+def test_prefetches_are_used_and_their_link_time_is_measured(
+    load: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (disk, draft, executor):
+        monkeypatch.setattr(module, "time", TickingClock())
     engine = load(num_draft_tokens=4, budget=TIGHT)
     reply(engine, 40)
     traffic, planner = engine.executor.meter.decode, engine.executor.driver.planner

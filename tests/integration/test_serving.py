@@ -17,7 +17,7 @@ from served import KEY, fake_serve, serving
 
 REPLY = "".join(fake_engine.WORDS)
 HELLO = [{"role": "user", "content": "hello"}]
-TIMEOUT_S = 60
+TIMEOUT_S = 300
 CHAT = "/v1/chat/completions"
 
 
@@ -212,7 +212,9 @@ def test_client_that_leaves_before_its_whole_reply_stops_the_engine(slow):
             waiting = data_lines(third.stdout)
             assert next(waiting) == ": waiting, 2 before this one"
             first.kill()
-            assert next(waiting) == ": waiting, 1 before this one"
+            # As it is told again after some seconds, however many that takes.
+            moved = (line for line in waiting if line != ": waiting, 2 before this one")
+            assert next(moved) == ": waiting, 1 before this one"
         assert content(waiting)
         third.kill()
 

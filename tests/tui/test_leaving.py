@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import threading
 
-from app_scenes import Scene, state_text, until
+import pytest
+from app_scenes import WAIT_S, Scene, state_text, until
 from app_shell_fakes import make_app
 from mira_app.controller import Stage
 from mira_app.conversation import TurnStatus
+from mira_app.tui import lasting_app
 from mira_app.tui.lasting_app import QUIT_GRACE_S
 from textual.selection import SELECT_ALL
 
 SIZE = (100, 30)
+
+
+@pytest.fixture(autouse=True)
+def _busy_machine_may_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second Ctrl+C is one however long the first took."""
+    monkeypatch.setattr(lasting_app, "AGAIN_S", WAIT_S)
 
 
 def toasts(app) -> list[str]:

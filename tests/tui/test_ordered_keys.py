@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from app_scenes import Scene, until
+from app_scenes import WAIT_S, Scene, until
 from desk_fakes import BUILTIN, DeskScene
 from fake_engine import PLAN
 from mira_app.controller import Stage
@@ -19,6 +19,12 @@ from textual.widgets import Input
 
 SIZE = (100, 30)
 NAMES = {"/": "slash", " ": "space"}
+
+
+@pytest.fixture(autouse=True)
+def _busy_machine_may_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No key overtakes the one before it because the machine, not a widget, is busy."""
+    monkeypatch.setattr(ordered_keys, "_HOP_TIMEOUT_S", WAIT_S)
 
 
 def type_at_once(app, *keys: str) -> None:

@@ -16,7 +16,7 @@ from mira_app.commands import chat, run
 from programs import begun
 
 PROGRAM = Path(__file__).parents[1] / "app_fakes.py"
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 """Only a failure takes so long; less than an engine is given to start or to end."""
 
 

@@ -15,7 +15,7 @@ from mira_app.settings import Settings
 from mira_engine.api import FactMark, MachineFact
 
 PROGRAM = Path(__file__).parents[1] / "app_fakes.py"
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 
 
 @pytest.fixture

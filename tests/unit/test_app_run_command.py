@@ -15,7 +15,7 @@ from mira_app.prompts import MAX_FILE_BYTES, read_prompt
 from mira_engine import api
 
 PROGRAM = Path(__file__).parents[1] / "app_fakes.py"
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from mira_kernels.triton_experts import expert_outputs
 from random_experts import NUM_EXPERTS, STORED, Layer, hidden_states, routing, worst_error
 
 DEVICE = torch.device("cpu")
-WAIT_S = 20.0
+WAIT_S = 60.0
 FORMS = {
     "silu": {},
     "gelu": {"between": Between.GELU_GATE},

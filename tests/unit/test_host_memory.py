@@ -20,7 +20,7 @@ from torch import Tensor
 
 PLANE_BYTES = {Plane.HI: 4096, Plane.LO: 8192}
 RECORD_BYTES = sum(PLANE_BYTES.values())
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class FakeQuota:

@@ -15,7 +15,7 @@ from mira_engine import api
 from scripted_engine import STATS, ScriptedEngine, done, say
 
 LONG_S = 60.0
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 def request(*stops: str) -> ChatRequest:

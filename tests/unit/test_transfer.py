@@ -18,6 +18,8 @@ from mira_kernels.pages import huge_bytes
 
 RECORD = RECORD_ALIGNMENT
 NUM_EXPERTS = 6
+WAIT_S = 60.0
+"""Only a failure takes so long."""
 
 
 @pytest.fixture
@@ -47,15 +49,15 @@ class Link:
         self._path = path
 
     def _locate(self, expert: ExpertId, plane: Plane) -> tuple[Path, int, int]:
-        assert self.gate.wait(timeout=10)
+        assert self.gate.wait(timeout=WAIT_S)
         self.order.append(expert)
         return self._path, expert.expert * RECORD, RECORD
 
     def finish(self, count: int) -> list[Completion]:
         landed: list[Completion] = []
         while len(landed) < count:
-            got = self.transfer.wait_any(10)
-            assert got, "nothing landed in ten seconds"
+            got = self.transfer.wait_any(WAIT_S)
+            assert got, "nothing landed"
             landed += got
         return landed
 
@@ -101,7 +103,7 @@ class PieceGate:
 
     def hold(self, num_bytes: int, started_at: float, *, is_end: bool = True) -> None:
         self.arrived.release()
-        assert self.go.acquire(timeout=10)
+        assert self.go.acquire(timeout=WAIT_S)
 
 
 @pytest.mark.parametrize("is_promoted", [False, True])
@@ -125,14 +127,14 @@ def test_prefetch_gives_way_to_a_demand_unless_it_is_waited_for(
     )
     try:
         transfer.submit(ExpertId(0, 0), 0, is_demand=False)
-        assert gate.arrived.acquire(timeout=10)  # Its first piece is read.
+        assert gate.arrived.acquire(timeout=WAIT_S)  # Its first piece is read.
         transfer.submit(ExpertId(0, 1), 1, is_demand=True)
         if is_promoted:
             transfer.promote(ExpertId(0, 0))
         gate.go.release(20)
         landed: list[Completion] = []
         while len(landed) < 2:
-            landed += transfer.wait_any(10)
+            landed += transfer.wait_any(WAIT_S)
         order = [item.expert.expert for item in landed]
         assert order == ([0, 1] if is_promoted else [1, 0])
         assert bytes(memory[: 2 * size].numpy()) == path.read_bytes()

@@ -32,6 +32,8 @@ from mira_kernels.pages import huge_bytes
 
 RECORD = RECORD_ALIGNMENT
 NUM_EXPERTS = 64
+WAIT_S = 60.0
+"""Only a failure takes so long."""
 
 
 @pytest.fixture
@@ -63,7 +65,7 @@ def test_readers_without_positions_never_mix_their_records(
             place = super().seek(*args)
             if not hasattr(seen, "has_met"):
                 seen.has_met = True
-                together.wait(timeout=10)
+                together.wait(timeout=WAIT_S)
             return place
 
     monkeypatch.setattr(disk.io, "FileIO", MeetingFile)
@@ -79,8 +81,8 @@ def test_readers_without_positions_never_mix_their_records(
             transfer.submit(ExpertId(0, expert), expert, is_demand=True)
         landed = []
         while len(landed) < NUM_EXPERTS:
-            got = transfer.wait_any(10)
-            assert got, "nothing landed in ten seconds"
+            got = transfer.wait_any(WAIT_S)
+            assert got, "nothing landed"
             landed += got
     finally:
         transfer.close()
