@@ -78,13 +78,16 @@ def _text(engine: Engine, prompt: list[int] = PROMPT, num_tokens: int = NEW_TOKE
 def _stopped(engine: Engine, prompt: list[int] = PROMPT) -> list[int]:
     """Asks for a reply that is stopped. Returns its tokens."""
     reply, kept = engine.reply(prompt, SamplingConfig(max_new_tokens=NEW_TOKENS)), []
-    while True:
+    reason = None
+    while reason is None:
         try:
             step = next(reply)
         except StopIteration as stop:
-            assert stop.value is FinishReason.CANCELLED
-            return kept
-        kept += [step] if isinstance(step, int) else []
+            reason = stop.value
+        else:
+            kept += [step] if isinstance(step, int) else []
+    assert reason is FinishReason.CANCELLED
+    return kept
 
 
 @pytest.mark.parametrize(
