@@ -146,7 +146,12 @@ class Witness:
         self.counts[f"{kind} bytes"] += sum(item.num_bytes for item in landed)
 
     def _after_accept(
-        self, sampler: Sampler, result: tuple[int, int], history: object, drafted: Sequence, *_: object
+        self,
+        sampler: Sampler,
+        result: tuple[int, int],
+        history: object,
+        drafted: Sequence,
+        *_: object,
     ) -> None:
         self.counts["rounds"] += bool(drafted)
         self.counts["accepted"] += result[0]
