@@ -21,6 +21,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton has no wheel for this system")
 
 from fake_graphs import RecordingError
+from mira_engine.runtime import captured
 from mira_engine.runtime.captured import DraftStep
 from recorded_kernels import use_recorded_plain_kernels
 
@@ -166,3 +167,36 @@ def test_slots_read_by_a_recording_that_failed_are_not_written_at_once(
     assert engine.stats().num_compiled_passes == 0
     [told] = [notice.text for notice in notices if notice.code == "uncaptured"]
     assert "this device records nothing" in told
+
+
+def test_recording_of_a_draft_step_counts_nothing_for_the_prefetch(
+    home: ModelHome, load: Load, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = DRAFTING | {"draft_experts": DraftExperts.ALL, "is_prefetch_enabled": True}
+    engine = load(home, **changes)
+    make, seen = DraftStep.__init__, []
+
+    def make_and_look(self: DraftStep, **parts: object) -> None:
+        before = parts["experts"].keep_counts()
+        make(self, **parts)
+        seen.append((before, parts["experts"].keep_counts()))
+
+    monkeypatch.setattr(DraftStep, "__init__", make_and_look)
+
+    assert _text(engine) == expected
+
+    assert seen
+    assert all(before.equal(after) for before, after in seen)
+
+
+def test_no_more_recordings_are_held_than_the_most_and_the_text_is_the_same(
+    home: ModelHome, load: Load, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(captured, "MAX_STEPS", 1)
+    engine = load(home, draft_experts=DraftExperts.ALL, **DRAFTING)
+
+    assert _text(engine) == expected
+
+    assert engine.captured is not None
+    assert [type(step) for step in engine.captured.steps] == [TargetStep], "the one used last"
+    assert engine.stats().num_compiled_passes > 0
