@@ -76,6 +76,11 @@ def test_prompt_passes_leave_most_residents_in_their_slots() -> None:
     assert read_prompt(plain, 5) == 5 * 32, "LRU alone keeps nothing"
 
 
+def test_prompt_passes_keep_what_took_slots_that_nobody_had() -> None:
+    driver = ExpertCacheDriver(replace(SETUP, num_slots=24))
+    assert read_prompt(driver, 5) <= 32 + 4 * 20
+
+
 # -- the flood by itself ---------------------------------------------------------------------
 
 

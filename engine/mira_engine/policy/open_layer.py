@@ -108,6 +108,7 @@ class OpenLayer:
         residency, flood, missing = self._residency, self._flood, self.missing
         is_streaming = flood.is_streaming
         while missing:
+            is_full = residency.num_used == residency.num_slots
             if is_streaming:
                 actions += flood.make_room(residency)
             fetch = None
@@ -118,7 +119,7 @@ class OpenLayer:
                 break
             missing.pop(0)
             self._begin_fetch(fetch)
-            if is_streaming:
+            if is_streaming and is_full:  # What takes a slot that nobody had stays.
                 flood.bring(fetch.expert, residency.generation(fetch.slot))
             actions.append(fetch)
         return actions
