@@ -32,6 +32,7 @@ _EXPERTS_AT_ONCE = 32
 """Experts between two looks at the cancel flag."""
 
 _GOES_ON = " The model goes on with its former settings."
+_GOES_ON_WITH_LESS = " The model goes on with its former settings, but with less memory."
 
 _DRAFTS = {DraftExperts.ALL: "all experts", DraftExperts.CACHED: "the cached experts"}
 
@@ -152,10 +153,10 @@ class Reloading:
             self._refill(engine, self._is_cancelled)
             return
         gc.collect()  # What was loaded by then; both at once would not fit.
-        self._go_back(failure)
-        raise failure
+        raise self._go_back(failure)
 
-    def _go_back(self, failure: MiraError) -> None:
+    def _go_back(self, failure: MiraError) -> MiraError:
+        """Loads with the former configuration. Returns what to raise."""
         try:
             engine = self._load(self._home, self._config, self._is_ending)
         except MiraError as error:
@@ -167,6 +168,10 @@ class Reloading:
                 hint=error.hint,
             ) from error
         self._refill(engine, self._is_ending)
+        if not engine.config.changed_fields(self._config):
+            return failure
+        told = failure.message.removesuffix(_GOES_ON) + _GOES_ON_WITH_LESS
+        return type(failure)(told, hint=failure.hint)
 
     def _refill(self, engine: Engine, is_cancelled: IsCancelled) -> None:
         num_back = refill(engine, self._experts, is_cancelled)

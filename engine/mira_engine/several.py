@@ -69,7 +69,8 @@ class SeveralAtOnce:
         K is chosen round by round, and what was learnt of it kept for later batches, but where
         somebody gave it, or a request has a seed: then it stays. The batch takes the room of
         the conversation's cache: the next reply reads its chat again. `stats` gives the figures
-        of all requests together, and K of the last round. `cancel` ends them all.
+        of all requests together, and K of the last round; those of the last request, where they
+        are answered in turn. `cancel` ends them all.
 
         Args:
             prompts: Token lists.

@@ -90,6 +90,7 @@ def test_way_back_without_memory_for_the_former_budget_takes_what_there_is(
         failed = session.failure(QUESTION, BRIEF)
 
     assert "The disk is gone." in failed.message
+    assert failed.message.endswith("its former settings, but with less memory.")
     assert len(asked) == 3, "with less, as before, and with what is possible"
     assert asked[1] is None, "the former settings name a share"
     assert session.engine.plan.budget_bytes == asked[2] < plan.budget_bytes
@@ -106,7 +107,7 @@ def test_budget_is_chosen_once_no_engine_holds_memory_any_more(
     free_bytes = plan.total_bytes - plan.budget_bytes // 4
 
     def look(config: EngineConfig) -> int:
-        seen.append(session.worker._engine)
+        seen.append(session.worker.engine)
         return free_bytes
 
     monkeypatch.setattr(memory_retry, "free_bytes", look)
