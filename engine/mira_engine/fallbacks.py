@@ -1,6 +1,7 @@
 """What is slower or less exact with a loaded model than it could be, in words for people.
 
-Pure: what was asked for, what was planned, and what has shown since in, notices out.
+What was asked for, what was planned, and what has shown since in, notices out; nothing is
+changed.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from .events import ChatMessage, DepthResult, KProfile, Notice
 from .library import ModelHome
 from .memory_retry import SHRUNK, less_for_experts, once_more
 from .policy.speculation import RoundObservation
-from .profiles import save_profile
+from .profiles import load_profile, save_profile
 from .runtime.shortage import is_long_pass, shortage_of, smaller_chunk
 from .types import CompileMode, FinishReason, Precision
 
@@ -131,6 +131,10 @@ class _Measured:
     tpots_s: tuple[float, ...]
     num_accepted: int
     num_judged: int
+
+
+def _least_replies(profile: KProfile) -> int:
+    return min((result.num_replies for result in profile.results), default=0)
 
 
 class _SweepRun:
@@ -232,6 +236,10 @@ class _SweepRun:
         engine.executor.is_cancelled = self._is_cancelled
         engine.limit_chunks(self._chunk_tokens)
         self.profile_key = engine.profile_key
+        if self._config.budget is None and self._config.memory_bytes is None:
+            # The usual budget follows the free memory, which other loads would find otherwise.
+            budget = MemoryAmount(num_bytes=engine.profile_key.budget_bytes)
+            self._config = replace(self._config, budget=budget)
         return engine
 
     def _answer(self, engine: Engine, prompt: str) -> float | None:
@@ -295,6 +303,9 @@ class _SweepRun:
         ]
         if not whole:
             return ""
+        former = load_profile(self._home.root, self.profile_key, lambda code, text: None)
+        if former is not None and _least_replies(former) >= len(whole) * len(self._prompts):
+            return " The former budget's profile stays as it was."
         self._measured = {key: each for key, each in self._measured.items() if key[0] in whole}
         try:
             self.save(self.result())

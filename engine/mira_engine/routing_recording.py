@@ -280,7 +280,7 @@ class _RecordingMemory:
         self.num_reading = 0
 
     def note_reading(self, num_tokens: int) -> None:
-        """A pass over so many prompt tokens begins; 0 ends it."""
+        """A pass over so many prompt tokens begins that could be divided; 0 ends it."""
         self.num_reading = num_tokens
 
     def take_less(self, shortage: MemoryShortageError) -> str:

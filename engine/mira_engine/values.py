@@ -92,7 +92,8 @@ class PlanAlternative:
         ttft_s: Predicted seconds from a prompt to its first token, as above.
         is_chosen: Whether the engine would run this one. At most one of a list is.
         reason: Why it is chosen, or why not; one sentence.
-        host_share: Expected share of the misses that the processor beside a card computes.
+        host_share: Expected share of the misses that the processor beside a card computes, of
+            those that nothing brought before.
     """
 
     strategy: Strategy

@@ -172,6 +172,28 @@ def test_long_prompt_that_takes_too_much_is_read_in_shorter_passes_and_nothing_i
     assert kept_profile(home, CONFIG.budget) == found
 
 
+def test_usual_budget_is_that_of_the_first_load_whatever_is_free_later(
+    home: ModelHome, loads: list
+) -> None:
+    found = measure(home, [], budget=None)
+    budgets = [config.budget for config, _ in loads]
+    assert budgets[0] is None
+    assert len(set(budgets[1:])) == 1
+    assert budgets[1] is not None
+    assert kept_profile(home, budgets[1]) == found
+
+
+def test_profile_of_more_rounds_is_not_given_for_one_of_fewer(
+    home: ModelHome, monkeypatch: pytest.MonkeyPatch, loads: list
+) -> None:
+    former = measure(home, [], TWICE)
+    notices: list[Notice] = []
+    with failing(monkeypatch, Engine, "reply", SHORTAGES["python"], at=3 * CALLS_OF_A_K + 2):
+        measure(home, notices, TWICE)
+    assert shrunk(notices).endswith("The former budget's profile stays as it was.")
+    assert kept_profile(home, CONFIG.budget) == former
+
+
 def test_whole_rounds_are_kept_for_the_former_budget_and_never_mixed(
     home: ModelHome, monkeypatch: pytest.MonkeyPatch, loads: list
 ) -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 from mira_engine.config import MachineRates
+from mira_engine.policy import cost_model
 from mira_engine.policy.awaited import AwaitedMisses, divided
 from mira_engine.policy.cost_model import CacheRoom, CostModel, ModelWork
 from mira_engine.policy.host_misses import HostSetup, num_on_host
@@ -148,9 +149,31 @@ def test_prompts_are_the_cards() -> None:
     assert both.ttft_s(512) == alone.ttft_s(512)
 
 
-def test_share_of_the_host_is_that_of_all_misses() -> None:
-    assert model_of(0.25, None).host_share(1) == 0
-    assert model_of(1.0, host_of(0.1)).host_share(1) == 0
-    found = model_of(0.25, host_of(1.0)).host_share(1)
+def test_share_of_the_host_is_that_of_the_misses_that_the_step_waits_for() -> None:
+    assert model_of(0.25, None).plain_step().host_share == 0
+    assert model_of(1.0, host_of(0.1)).plain_step().host_share == 0
+    model = model_of(0.25, host_of(1.0))
+    found = model.plain_step().host_share
     assert 0.2 < found < 0.5
-    assert math.isclose(model_of(0.25, host_of(1e-6)).host_share(1), 1.0, rel_tol=1e-3)
+    nearly_all = model_of(0.25, host_of(1e-6)).plain_step().host_share
+    assert math.isclose(nearly_all, 1.0, rel_tol=1e-3)
+    sure = replace(model, expect=replace(model.expect, lookahead_recall=1.0))
+    assert sure.verify(5, draft_s=10.0).host_share == 0, "the link has brought everything before"
+    assert model.verify(5, draft_s=0.0).host_share > 0
+
+
+@pytest.mark.parametrize(("num_experts", "top_k"), [(384, 8), (16, 2), (60, 4), (128, 8)])
+def test_layer_of_one_token_asks_for_top_k_experts(
+    num_experts: int, top_k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def note(num_misses: float, host: HostSetup, *, num_choices: int, **others: object):
+        asked.append(num_choices)
+        return divided(num_misses, host, num_choices=num_choices, **others)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(cost_model, "divided", note)
+    model = model_of(0.25, host_of(1.0))
+    work = replace(model.work, num_experts=num_experts, top_k=top_k)
+    replace(model, work=work).plain_step()
+    assert asked == [top_k]

@@ -148,6 +148,12 @@ def test_slow_processor_is_said_to_be_left_out() -> None:
     assert "faster than to compute them on the processor" in helped.reason
 
 
+def test_host_memory_without_experts_is_said() -> None:
+    rates = replace(MACHINE, host_memory_bytes=1)
+    reason = rows_of(FAST, rates=rates)[Strategy.ON_DEMAND].reason
+    assert reason.endswith("misses are read from the disk, as host memory has room for no expert")
+
+
 def test_resident_experts_leave_the_processor_unmentioned() -> None:
     rows = rows_of(FAST, budget=MemoryAmount(share=3.0), num_draft_tokens=0)
     assert "processor" not in rows[Strategy.ON_DEMAND].reason

@@ -117,10 +117,11 @@ def few_query_attention(
     batch, num_heads, num_queries, width = query.shape
     num_groups = key.shape[1]
     shared = num_heads // num_groups
-    if key.dtype is torch.bfloat16:
-        # torch's product copies what is not contiguous, as `[D, N]`: across the rows of keys in
-        # a reserved room. Along the rows the same copy takes less: all of this .71 of the time
-        # (8 requests, 512 tokens, one thread of a Zen 4, torch 2.13, 2026-11-30), the same bits.
+    if key.dtype is torch.bfloat16 and key.device.type == "cpu":
+        # There torch's product copies what is not contiguous, as `[D, N]`: across the rows of
+        # keys in a reserved room. Along the rows the same copy takes less: all of this .71 of the
+        # time (8 requests, 512 tokens, one thread of a Zen 4, torch 2.13, 2026-11-30), the same
+        # bits. A card's product takes them as they lie.
         key, value = key.contiguous(), value.contiguous()
     rows = query.reshape(batch, num_groups, shared * num_queries, width) * scale
     scores = torch.matmul(rows, key.transpose(-1, -2))

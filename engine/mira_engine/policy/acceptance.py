@@ -11,13 +11,9 @@ class AcceptanceRate:
     """Moving share of judged draft tokens that were accepted.
 
     What follows a rejected token is not judged.
-
-    Args:
-        prior: The share until something was judged.
     """
 
-    def __init__(self, prior: float = _PRIOR_ACCEPTANCE) -> None:
-        self._prior = prior
+    def __init__(self) -> None:
         self._accepted = MovingAverage(0.02)
         self._judged = MovingAverage(0.02)
 
@@ -25,7 +21,7 @@ class AcceptanceRate:
     def value(self) -> float:
         """The share, 0 to 1."""
         accepted, judged = self._accepted.value, self._judged.value
-        return (accepted or 0.0) / judged if judged else self._prior
+        return (accepted or 0.0) / judged if judged else _PRIOR_ACCEPTANCE
 
     def add(self, num_accepted: int, num_judged: int) -> None:
         """Takes a round in; one of more requests counts for more."""

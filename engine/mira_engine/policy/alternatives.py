@@ -290,23 +290,26 @@ class _Comparison:
             host=self.host and self.host.setup(facts, plan, row.precision, self.rates),
         )
         if row.strategy is Strategy.SPECULATIVE:
+            step = model.verify_after(row.num_draft_tokens)
             tpot_s = model.speculative_tpot_s(row.num_draft_tokens)
-        elif row.strategy is Strategy.PREDICTIVE:
-            tpot_s = model.predictive_step().total_s
         else:
-            tpot_s = model.plain_step().total_s
+            is_plain = row.strategy is not Strategy.PREDICTIVE
+            step = model.plain_step() if is_plain else model.predictive_step()
+            tpot_s = step.total_s
         ttft_s = model.ttft_s(self.wishes.num_prompt_tokens)
         return replace(
             row,
             hit_rate=model.hit_rate,
             tpot_s=tpot_s,
             ttft_s=ttft_s,
-            host_share=model.host_share(row.num_draft_tokens + 1),
+            host_share=step.host_share,
         )
 
     def host_remark(self, row: PlanAlternative) -> str:
         """What the processor beside the card has to do with a row's misses."""
-        return self.host.remark(self._facts_of(row.strategy), row) if self.host else ""
+        if self.host is None or self.rates is None:
+            return ""
+        return self.host.remark(self._facts_of(row.strategy), row, self.rates)
 
     def _facts_of(self, strategy: Strategy) -> ModelFacts:
         return self.compact_facts if strategy is Strategy.COMPACT else self.facts

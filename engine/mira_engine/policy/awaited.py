@@ -29,6 +29,12 @@ class AwaitedMisses:
     num_on_link: float
     num_on_host: float = 0.0
 
+    @property
+    def host_share(self) -> float:
+        """Share of these misses that the processor computes."""
+        num_misses = self.num_on_link + self.num_on_host
+        return self.num_on_host / num_misses if num_misses else 0.0
+
 
 def divided(
     num_misses: float,

@@ -65,7 +65,7 @@ class BatchGovernor:
         if self._of_width:
             nearest = self._nearest(width)
             initial = self._of_width[nearest].current
-            origin = f"as with up to {nearest} requests"
+            origin = "as with one request" if nearest == 1 else f"as with up to {nearest} requests"
         elif width == 1:
             initial, origin = self._initial, "as in conversations"
         return SpeculationGovernor(

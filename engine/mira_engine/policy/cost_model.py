@@ -88,6 +88,9 @@ BUILTIN_HITS = HitCurve.through(0.71, 0.95)
 """The built-in model: .95 with 71 % of its experts in slots (LRU, measured 2026-11-30)."""
 
 
+_ROUNDING = 1e-9
+"""By which a whole number of experts may be off."""
+
 CACHED_EXPONENT = 1.0
 """A draft with the cached experts alone is accepted `hit rate ** this` as often as a whole
 one. Measured 2026-11-30, built-in model, 75 %: .815 at K = 1, 2 and 4 where the whole draft
@@ -163,11 +166,15 @@ class CacheRoom:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCosts:
-    """One pass: seconds of arithmetic, seconds that it waits for records, bytes moved."""
+    """One pass: seconds of arithmetic, seconds that it waits for records, bytes moved.
+
+    `host_share` is that of the misses that nothing brought before.
+    """
 
     compute_s: float
     stall_s: float = 0.0
     moved_bytes: float = 0.0
+    host_share: float = 0.0
 
     @property
     def total_s(self) -> float:
@@ -245,16 +252,11 @@ class CostModel:
             num_misses,
             host,
             num_layers=work.num_layers,
-            num_choices=math.ceil(distinct),
+            num_choices=math.ceil(distinct - _ROUNDING),
             held_share=host.num_held / (work.num_layers * work.num_experts),
             link_record_s=record_s,
             tokens_per_expert=num_tokens * work.top_k / distinct,
         )
-
-    def host_share(self, num_tokens: int) -> float:
-        """Share of a pass's misses that the processor computes, where nothing came before."""
-        misses = self.misses(num_tokens)
-        return self.awaited(misses, num_tokens).num_on_host / misses if misses else 0.0
 
     def _expert_read_s(self, num_tokens: int) -> float:
         """Seconds in which the target reads its experts of so many tokens."""
@@ -291,7 +293,12 @@ class CostModel:
         behind = max(0.0, needed_s - self.link_s(awaited.num_on_host) - compute_s)
         stall_s = max(0.0, awaited.wait_s - hidden) + behind
         moved = (late + misses - awaited.num_on_host) * self.room.slot_bytes
-        return StepCosts(compute_s=compute_s, stall_s=stall_s, moved_bytes=moved)
+        return StepCosts(
+            compute_s=compute_s,
+            stall_s=stall_s,
+            moved_bytes=moved,
+            host_share=awaited.host_share,
+        )
 
     def _handling_s(self, num_records: float) -> float:
         """Seconds of the computing thread for records that move."""
@@ -324,6 +331,7 @@ class CostModel:
             compute_s=self.compute_s(num_tokens) + self._handling_s(misses),
             stall_s=max(0.0, awaited.wait_s - hidden),
             moved_bytes=(num_before + awaited.num_on_link) * self.room.slot_bytes,
+            host_share=awaited.host_share,
         )
 
     def _resident_s(self, num_tokens: int, misses: float) -> float:
@@ -352,9 +360,15 @@ class CostModel:
 
     def speculative_tpot_s(self, num_draft_tokens: int) -> float:
         """Seconds of a new token with drafts of K tokens, K above 0."""
-        draft_s = num_draft_tokens * self.draft_step().total_s
-        round_s = draft_s + self.verify(num_draft_tokens + 1, draft_s=draft_s).total_s
+        round_s = self._draft_s(num_draft_tokens) + self.verify_after(num_draft_tokens).total_s
         return round_s / (1.0 + expected_accepted(num_draft_tokens, self.acceptance))
+
+    def verify_after(self, num_draft_tokens: int) -> StepCosts:
+        """The target pass after a draft of K tokens."""
+        return self.verify(num_draft_tokens + 1, draft_s=self._draft_s(num_draft_tokens))
+
+    def _draft_s(self, num_draft_tokens: int) -> float:
+        return num_draft_tokens * self.draft_step().total_s
 
     @property
     def acceptance(self) -> float:

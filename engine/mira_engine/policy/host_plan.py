@@ -62,7 +62,7 @@ class HostWork:
             num_held=num_held,
         )
 
-    def remark(self, facts: ModelFacts, row: PlanAlternative) -> str:
+    def remark(self, facts: ModelFacts, row: PlanAlternative, rates: MachineRates) -> str:
         """What the processor has to do with a row's misses, empty where nobody asks."""
         if row.plan is None or row.hit_rate is None or row.hit_rate >= 1.0:
             return ""
@@ -70,6 +70,9 @@ class HostWork:
             return ""
         if _is_half(facts, row.plan):
             return "; misses are copied, as host memory holds half of each expert"
+        setup = self.setup(facts, row.plan, row.precision, rates)
+        if setup is not None and not setup.num_held:
+            return "; misses are read from the disk, as host memory has room for no expert"
         if row.host_share < _LEAST_SHARE:
             return "; misses are copied, which is faster than to compute them on the processor"
         return f"; the processor computes {row.host_share:.0%} of the misses"

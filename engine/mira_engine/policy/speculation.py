@@ -63,7 +63,7 @@ class RoundObservation:
     """What one round did.
 
     Attributes:
-        num_draft: Tokens drafted for each request, 0 for a plain step.
+        num_draft: Tokens drafted for a request, the most of any; 0 for a plain step.
         num_accepted: Of all of them, accepted.
         draft_s: Seconds of drafting.
         verify_s: Seconds of the target pass, `stall_s` included.

@@ -169,7 +169,8 @@ class BatchRecording:
             sequences: Number of each prompt in the whole recording.
             skipped: First tokens of each prompt that are not kept: what others begin with too.
             on_pass: Told the recorded tokens after each pass; raises to stop.
-            on_prompts: Told the prompt tokens of a pass before it, padding included, and 0 after.
+            on_prompts: Told the prompt tokens of a pass before it, padding included, and 0 after;
+                0 for a prompt alone, which is not divided.
         """
         recorder = RoutingRecorder(self._executor, self._num_layers)
         cut = [list(prompt[: self._settings.max_prompt_tokens]) for prompt in prompts]
@@ -221,7 +222,7 @@ class BatchRecording:
         is_kept = (mask == 1) & (positions >= torch.tensor(list(skipped))[:, None])
         recorder.rows = is_kept.flatten().nonzero()[:, 0]
         cache = DynamicCache(config=self._model.config)
-        on_prompts(tokens.numel())
+        on_prompts(tokens.numel() if len(tokens) > 1 else 0)
         following = self._pass(tokens, mask, positions, cache, Phase.PREFILL)
         on_prompts(0)
         kept = [numbers.repeat_interleave(is_kept.sum(dim=1))]
