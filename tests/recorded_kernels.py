@@ -15,7 +15,8 @@ import pytest
 import torch
 from fake_card import FakeCard
 from mira_kernels import triton_experts
-from mira_kernels.triton_experts import Assignments, LayerExperts
+from mira_kernels.assignments import Assignments
+from mira_kernels.gpu_layer import LayerExperts
 from plain_kernels import use_plain_kernels
 from torch import Tensor
 

@@ -167,7 +167,8 @@ class Engine(LoadedModel):
         limit = min(room, sampling.max_new_tokens or room)
         self._allow_host([sampling])
         sampler.rewind()
-        depth: DepthPolicy = self._kept_depth([sampling]) or self.governor or self._fixed_depth
+        depth: DepthPolicy | None = self._kept_depth([sampling]) or self.governor
+        assert depth is not None
         meter.num_prompt_tokens = num_prompt
         num_cached = self.state.reuse_prefix(history)
         recorder = self.executor.recorder

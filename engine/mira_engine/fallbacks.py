@@ -7,16 +7,19 @@ changed.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from mira_kernels.weights import Int4Layout
 
 from .checkpoint.formats import ExpertFormat
 from .config import EngineConfig, format_bytes
 from .events import MemoryPlan, Notice
-from .runtime.executor import ExpertExecutor
 from .runtime.spill import CODE as SPILLED
 from .runtime.spill import SpillVerdict
 from .types import ComputeDtype, DraftDense
+
+if TYPE_CHECKING:
+    from .runtime.executor import ExpertExecutor
 
 
 def load_fallbacks(

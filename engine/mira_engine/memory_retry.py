@@ -26,6 +26,7 @@ from .errors import BudgetError, CancelledError, MemoryShortageError, MiraError,
 from .events import MemoryPlan, Notice, ReplyStats, ResidencySample
 from .library import ModelHome
 from .load_plan import OnNotice
+from .reconfiguring import what_goes_on
 from .runtime import gpu_device
 from .runtime.reply_so_far import ReplySoFar
 from .runtime.shortage import give_memory_back, is_long_pass, shortage_of, smaller_chunk
@@ -281,7 +282,7 @@ class LastingReplies:
         try:
             self._reload(partial(choose, config, plan))
         except BudgetError as error:
-            raise kind(f"{failed}{_reason(error)}{self._what_is_left()}", hint=_HINT) from None
+            raise kind(f"{failed}{self._reason(error)}", hint=_HINT) from None
 
     def _less_for_experts(self, config: EngineConfig, plan: MemoryPlan) -> EngineConfig:
         less = smaller_budget(
@@ -305,12 +306,14 @@ class LastingReplies:
         self._tell(WIDENED, f"{text}. The model is loaded anew.")
         return replace(config, dtype=ComputeDtype.FLOAT32, budget=MemoryAmount(num_bytes=budget))
 
-    def _what_is_left(self) -> str:
+    def _reason(self, error: BudgetError) -> str:
+        """What the error of a reload adds: why it failed, and what is loaded now."""
+        reason = _reason(error)
         try:
             self._current()
         except MiraError:
-            return " No model is loaded any more."
-        return ""
+            return f"{reason} No model is loaded any more."
+        return reason if error.message in reason else reason + what_goes_on(error)
 
     def _tell(self, code: str, text: str) -> None:
         self._notify(Notice(code=code, text=text))

@@ -100,6 +100,12 @@ def unchanged(error: MiraError) -> MiraError:
     return type(error)(error.message + _GOES_ON, hint=error.hint)
 
 
+def what_goes_on(failure: MiraError) -> str:
+    """Returns the sentence of a failed change that says how the model goes on, if it does."""
+    endings = (_GOES_ON, _GOES_ON_WITH_LESS)
+    return next((each for each in endings if failure.message.endswith(each)), "")
+
+
 class Reloading:
     """Loads a model anew, and puts back what was worth most on the device.
 

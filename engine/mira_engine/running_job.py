@@ -56,9 +56,8 @@ class RunningJob:
         """Asks a job to stop: at once where it runs, else when its turn comes."""
         with self._lock:
             self._cancelled_ids.add(request_id)
-            computing = self._computing if self._request_id == request_id else None
-        if computing is not None:
-            computing.cancel()
+            if self._computing is not None and self._request_id == request_id:
+                self._computing.cancel()  # Under the lock: no other job may have begun by then.
 
     def cancel_for_good(self) -> None:
         """Asks the job that runs to stop, as no other will follow."""
@@ -66,9 +65,8 @@ class RunningJob:
         with self._lock:
             if self._request_id is not None:
                 self._cancelled_ids.add(self._request_id)
-            computing = self._computing
-        if computing is not None:
-            computing.cancel()
+            if self._computing is not None:
+                self._computing.cancel()
 
     def is_cancelled(self, request_id: str) -> bool:
         """Whether a job was asked to stop."""

@@ -194,7 +194,8 @@ def test_prefetch_is_switched_off_and_on(start: Callable[..., Session]) -> None:
     assert off.stats.num_records_prefetched == 0
     assert off.stats.num_rounds > 0
     assert session.change(is_prefetch_enabled=True).is_cache_kept
-    session.engine.executor.driver.payoff = PrefetchPayoff()  # whatever it found before
+    moved = session.engine.executor.driver._moved
+    moved.payoffs[FetchReason.LOOKAHEAD] = PrefetchPayoff()  # whatever it found before
     on = session.ask(QUESTION)
     assert on.stats.num_records_prefetched > 0
 

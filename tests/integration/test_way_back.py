@@ -118,19 +118,26 @@ def test_budget_is_chosen_once_no_engine_holds_memory_any_more(
     assert session.engine.plan.budget_bytes == plan.budget_bytes - plan.budget_bytes // 4
 
 
-def test_card_that_cannot_be_asked_for_its_memory_brings_the_former_settings_back(
-    session: Session, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ConfigError("There is no card 0 that torch can use here.", hint=""), "no card 0"),
+        (MemoryError(), "machine's memory does not suffice"),
+    ],
+)
+def test_budget_that_cannot_be_chosen_brings_the_former_settings_back(
+    session: Session, monkeypatch: pytest.MonkeyPatch, error: Exception, said: str
 ) -> None:
     expected, plan = session.answer(QUESTION, BRIEF), session.engine.plan
 
     def refuse(config: EngineConfig) -> int:
-        raise ConfigError("There is no card 0 that torch can use here.", hint="")
+        raise error
 
     monkeypatch.setattr(memory_retry, "free_bytes", refuse)
     with _in_a_check(monkeypatch):
         failed = session.failure(QUESTION, BRIEF)
 
-    assert "no card 0" in failed.message
+    assert said in failed.message
     assert "former settings" in failed.message
     assert session.engine.plan == plan
     assert not session.notices(SHRUNK), "nothing was shrunk"

@@ -44,6 +44,25 @@ def test_stop_of_the_running_job_reaches_what_computes(
     assert computing.is_stopped
 
 
+@pytest.mark.parametrize("is_for_good", [False, True])
+def test_no_other_job_begins_before_what_computes_was_told_to_stop(
+    running: RunningJob, is_for_good: bool
+) -> None:
+    is_locked: list[bool] = []
+
+    class AskedUnderTheLock(FakeComputing):
+        def cancel(self) -> None:
+            is_locked.append(running._lock.locked())
+
+    running.attach(AskedUnderTheLock())
+    running.begin("a")
+    if is_for_good:
+        running.cancel_for_good()
+    else:
+        running.cancel("a")
+    assert is_locked == [True]
+
+
 def test_stop_of_a_waiting_job_leaves_the_running_one_alone(
     running: RunningJob, computing: FakeComputing
 ) -> None:

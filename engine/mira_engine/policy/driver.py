@@ -30,6 +30,7 @@ from .host_misses import HostMisses
 from .moved_ahead import MovedAhead
 from .observation import OnDecision, observation
 from .open_layer import OpenLayer
+from .payoff import PrefetchPayoff
 from .prediction import FarPick, PredictiveStaging
 from .rebalance import Rebalancer
 from .residency import ResidencyTable
@@ -51,8 +52,6 @@ class ExpertCacheDriver:
         lookahead: What the draft's routers chose in this window.
         planner: Plans a draft window's batches.
         rebalancer: Chooses the HOT experts.
-        payoff: Whether what drafts announce is worth moving ahead.
-        prediction_payoff: Whether what heads predict is.
         has_layer_ends: Whether `leave_layer` does anything for a layer that was whole from
             the start.
         on_decision: Told everything, `None` for nobody.
@@ -74,8 +73,6 @@ class ExpertCacheDriver:
         self.planner = self._draft.planner
         self.rebalancer = Rebalancer()
         self._moved = MovedAhead(setup.num_links)
-        self.payoff = self._moved.payoffs[FetchReason.LOOKAHEAD]
-        self.prediction_payoff = self._moved.payoffs[FetchReason.PREDICTED]
         self.on_decision: OnDecision | None = None
         self._staging = PredictiveStaging(setup.top_k)
         self._is_prediction_wanted = True
@@ -94,6 +91,16 @@ class ExpertCacheDriver:
         """Routed tokens of the prompt's last pass."""
         self._failed: list[int] = []
         """Slots whose loads failed while somebody waited for them."""
+
+    @property
+    def payoff(self) -> PrefetchPayoff:
+        """Whether what drafts announce is worth moving ahead."""
+        return self._moved.payoffs[FetchReason.LOOKAHEAD]
+
+    @property
+    def prediction_payoff(self) -> PrefetchPayoff:
+        """Whether what heads predict is."""
+        return self._moved.payoffs[FetchReason.PREDICTED]
 
     @property
     def is_layer_open(self) -> bool:
@@ -306,7 +313,7 @@ class ExpertCacheDriver:
         """A prompt's pass begins, with so many still to come, itself included.
 
         HOT keeps its experts from now on. Without regions, and as long as there is another
-        pass, so does everything that is there, and what is brought passes through.
+        pass, so does everything that is there, and what takes another's slot passes through.
         """
         self.residency.begin_prefill()
         self.flood.begin_prompt(num_passes)

@@ -2,9 +2,9 @@
 
 Passes go through all layers in order. Where one needs more experts than there are slots,
 what was used longest ago comes next, and giving up that would leave nothing of a pass for
-the one after it. So what is brought passes through: it goes as soon as its layer is behind,
-and what was there before stays. A prompt's passes, but the last, are known to be such; of a
-reply's, each says what to do in the next.
+the one after it. So what takes another's slot passes through: it goes as soon as its layer is
+behind, and what was there before stays, as does what takes a slot that nobody had. A prompt's
+passes, but the last, are known to be such; of a reply's, each says what to do in the next.
 
 HOT and STAGE see to that themselves: with regions nothing passes through. Pure; knows slots
 by what the residency table says of them.
@@ -31,7 +31,7 @@ class Flood:
         is_more_to_read: Whether another pass of the prompt follows this one.
         is_passing_through: Whether replies' passes bring more than stays: then what is fetched
             ahead would make something give way that the same pass needs.
-        is_streaming: Whether what is brought passes through, and what is there stays.
+        is_streaming: Whether what takes another's slot passes through, and what is there stays.
     """
 
     def __init__(self, num_giveable: int, *, has_regions: bool) -> None:

@@ -253,10 +253,10 @@ class Rebalancer:
         return self._exchange(residency, wanted, kept, limit)
 
     def fill(self, residency: ResidencyTable, experts: Sequence[tuple[int, int]]) -> list[Action]:
-        """Fetches experts into HOT while it has room, before anything was routed.
+        """Fetches experts while there is room, into HOT where there are regions.
 
         Args:
-            residency: With regions.
+            residency: Gives slots.
             experts: Layer and number, those wanted most first.
 
         Returns:

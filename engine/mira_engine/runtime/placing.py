@@ -1,6 +1,6 @@
 """Places a model's experts on the device that its configuration names.
 
-The one place that knows of both kinds of device. Runs in the engine thread while a model
+Chooses which kind of device it is. Runs in the engine thread while a model
 is loaded.
 """
 
