@@ -85,6 +85,9 @@ class FakePayoff:
     def __init__(self) -> None:
         self.rounds: list[PrefetchRound] = []
 
+    def begin_round(self) -> bool:
+        return True
+
     def observe(self, outcome: PrefetchRound) -> None:
         self.rounds.append(outcome)
 
