@@ -96,8 +96,9 @@ def test_every_module_is_imported_but_the_cards_kernels(python):
 def test_reply_is_made_and_every_slower_path_is_told(python, tiny_checkpoint):
     model = str(tiny_checkpoint("olmoe", tokenizer=True))
     program = ("-m", "mira_app.cli")
-    reply = ("run", "--model", model, "--budget", "200%", "--max-tokens", "12", "--json", "hello")
-    answer = json.loads(python(*program, *reply))
+    reply = ("run", "--model", model, "--budget", "200%", "--max-tokens", "12", "--json")
+    # Waiting: a compiler that is not there is else told at some moment of the reply, or after.
+    answer = json.loads(python(*program, *reply, "--compile", "wait", "hello"))
     assert answer["reason"] == "length"
     assert answer["stats"]["num_new_tokens"] == 12
     assert answer["stats"]["num_misses"] > 0

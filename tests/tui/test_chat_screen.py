@@ -128,6 +128,24 @@ async def test_engine_with_thinking_and_trimmed_context_end_to_end(tmp_path):
         client.close()
 
 
+async def test_end_of_a_reply_can_be_drawn_while_the_app_is_left(tmp_path):
+    client = EngineClient(fake_engine_command("thinking"), log_dir=tmp_path)
+    app = MiraApp(ChatController(client, FakeCatalog(is_ready=True), Settings()))
+    try:
+        async with app.run_test(size=SIZE) as pilot:
+            await pilot.press("enter")
+            await until(pilot, lambda: isinstance(app.focused, Composer))
+            app.chat_screen.composer.insert("q")
+            await pilot.press("enter")
+            await until(pilot, lambda: app.controller.conversation.head is not None)
+            await until(pilot, lambda: app.controller.can_send)
+            reply = app.chat_screen.query(ReplyMessage).first()
+            await reply.remove()
+            await reply.finish(app.controller.conversation.head)
+    finally:
+        client.close()
+
+
 async def test_escape_stops_at_the_next_poll_and_keeps_partial_and_draft(tmp_path):
     client = EngineClient(fake_engine_command("slow"), log_dir=tmp_path)
     app = MiraApp(ChatController(client, FakeCatalog(is_ready=True), Settings()))

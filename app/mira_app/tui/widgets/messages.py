@@ -245,7 +245,8 @@ class ReplyMessage(ChatMessage):
         await self.answer.finish(turn.content)
         self._caption.update(Content(caption_text(turn, place)))
         self._mark(turn)
-        self.refresh_bindings()
+        if self.is_attached:  # One may leave the app while a reply's end is drawn.
+            self.refresh_bindings()
 
     def _mark(self, turn: Turn) -> None:
         self.set_class(turn.status is TurnStatus.STOPPED, "-stopped")
